@@ -9,10 +9,10 @@
 
     assert run(2, rank_sum, 10) == [21, 21]
 
-The workers of a world size are forked once, from a server process that has imported torch and nothing heavier, and serve every later
-call of the session: a call costs milliseconds. They are thrown away after any call in which a rank raised, died or ran late,
-since nobody knows which collectives are then half done; the next call gets fresh ones. A test that *expects* an error therefore
-catches it inside its function, or reads `outcomes`, which raises nothing.
+The workers of a world size are forked once, from a server process that has imported torch and nothing heavier, and
+serve every later call of the session: a call costs milliseconds. They are thrown away after any call in which a rank
+raised, died or ran late, since nobody knows which collectives are then half done; the next call gets fresh ones. A test
+that *expects* an error therefore catches it inside its function, or reads `outcomes`, which raises nothing.
 
 Rejected: `torch.multiprocessing.spawn`, and one torchrun a test: seconds of imports for each of several hundred tests.
 """
