@@ -1,0 +1,101 @@
+"""A folder that is either finished or not there.
+
+Everything is written into a hidden sibling, `.NAME.partial`, flushed to disk and renamed at the end: a run that is
+killed leaves nothing that looks finished, and the next one removes its remains and starts clean. A lock keeps two live
+runs apart. (A rename inside one file system is atomic; writing in place and marking the end with a file is not, for
+every reader would have to know of the mark.)
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a folder to fill; it becomes `path` when the block ends without an error, else it is removed.
+
+    raises  FileExistsError when `path` exists and is not an empty folder; OSError when it cannot be written, or the disk
+            is full; RuntimeError when another run is writing it now.
+    """
+    out = Path(path).absolute()
+    check_free(out)
+    partial = out.parent / f".{out.name}.partial"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{out}: cannot be written here ({error.strerror}). Choose another folder."
+        ) from error
+    try:
+        _lock(lock, out)
+        _empty(partial)
+        yield partial
+        _sync(partial)
+        os.replace(partial, out)
+        _sync_one(out.parent)
+    except BaseException as error:
+        if not isinstance(error, AlreadyWriting):
+            shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            free = shutil.disk_usage(out.parent).free
+            raise OSError(
+                error.errno,
+                f"{out}: the disk is full ({free / 1e9:.2f} GB free). Nothing was left behind; make room and run again.",
+            ) from error
+        raise
+    finally:
+        os.close(lock)
+
+
+def check_free(out: Path) -> None:
+    """FileExistsError unless `out` is absent or an empty folder."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists() or out.is_symlink():
+        raise FileExistsError(
+            f"{out}: already there and not an empty folder. Choose another folder, or remove it first."
+        )
+
+
+class AlreadyWriting(RuntimeError):
+    """Another live process holds the lock of the same output."""
+
+
+def _lock(fd: int, out: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise AlreadyWriting(
+            f"{out}: another run is writing this folder now. Wait for it, or choose another."
+        ) from error
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _sync(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        _sync_one(path)
+    _sync_one(folder)
+
+
+def _sync_one(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
