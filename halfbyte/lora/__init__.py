@@ -1,0 +1,6 @@
+"""LoRA adapters over a frozen NVFP4 weight: merging them, training them for the merge, and what their files say."""
+
+from halfbyte.lora.merge import merged_parts
+from halfbyte.lora.retention import Retention, retention
+
+__all__ = ["Retention", "merged_parts", "retention"]

@@ -49,7 +49,7 @@ class FrozenWeight(Tensor):
         """A read-only wrapper around values that are already there, e.g. a view."""
         return cls(lambda: dense, dense.shape, dense.dtype, dense.device)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FrozenWeight(shape={list(self.shape)}, dtype={self.dtype}, device={self.device}, decoded from NVFP4)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

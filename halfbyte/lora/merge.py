@@ -1,0 +1,110 @@
+"""The merged 4-bit weight: base + scaling * B @ A, back on NVFP4. One function, for the trainer and for the writer.
+
+Its bits are the format: what merge-aware training multiplies with is what `halfbyte merge` writes. So the order of
+operations and dtypes is fixed here, and does not depend on autocast, TF32, the device or the sharding:
+
+* delta = fp32(scaling * (B @ A)), the product in fp64. Products of fp32 factors are exact there and the sum's error is
+  2^-53, so the order of summation reaches an fp32 bit about once in 10^8 elements, and a code far more rarely.
+* "dither" (default) rounds in code space on the base's scales with fixed thresholds (nvfp4/snap.py).
+* "nearest" with fresh scales is what other tools' files expect: fp32 sum, rounded to the base's original dtype, then
+  the quantizer on the base's global scale. An ordinary adapter mostly vanishes in it.
+
+A zero delta returns the base's bytes in every mode.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from halfbyte.numerics.dither import column_keys, row_keys, thresholds
+from halfbyte.nvfp4.dequantize import dequantize
+from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts
+from halfbyte.nvfp4.quantize import encode_scale, quantize_rows, row_chunks
+from halfbyte.nvfp4.snap import E2M1_MAX, snap
+
+Rounding = Literal["dither", "nearest"]
+Scales = Literal["keep", "fresh"]
+ROUNDINGS = ("dither", "nearest")
+SCALES = ("keep", "fresh")
+
+
+@torch.no_grad()
+def merged_parts(
+    parts: NVFP4Parts,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    *,
+    name: str,
+    seed: int = 0,
+    rounding: Rounding = "dither",
+    scales: Scales = "keep",
+    dtype: torch.dtype = torch.float32,
+) -> NVFP4Parts:
+    """W' = Q(dequantize(parts) + scaling * lora_B @ lora_A), a new set of parts on the base's global scale.
+
+    parts     the base, [N, K].
+    lora_A    [r, K], lora_B [N, r], any float dtype, on the parts' device.
+    name      of the weight in the base model, without PEFT's prefixes ("model.layers.0.mlp.up_proj"); with seed it
+              chooses the dither's thresholds.
+    rounding  "dither" or "nearest"; scales "keep" (the base's block scales) or "fresh" (from the merged block maxima).
+    dtype     the base's original dtype; only "nearest" rounds to it before the quantizer.
+    raises    ValueError for an unknown mode, factors that do not fit, or a NaN or infinite factor.
+    """
+    check_modes(rounding, scales)
+    check_factors(parts, lora_A, lora_B, name)
+    if not lora_A.any() or not lora_B.any():
+        return NVFP4Parts(*(component.clone() for component in parts))
+    n, k = parts.shape
+    qdata, scale = torch.empty_like(parts.qdata), parts.scale.clone()
+    columns = column_keys(seed, name, 0, k, parts.qdata.device)
+    for rows, delta in delta_chunks(lora_A, lora_B, scaling):
+        piece = NVFP4Parts(parts.qdata[rows], parts.scale[rows], parts.global_scale)
+        threshold = None
+        if rounding == "dither":
+            threshold = thresholds(row_keys(seed, name, rows.start, len(delta), delta.device), columns)
+        if scales == "keep":
+            qdata[rows] = snap(piece, delta, threshold)
+        else:
+            qdata[rows], scale[rows] = requantize(piece, delta, threshold, dtype)
+    return NVFP4Parts(qdata, scale, parts.global_scale.clone())
+
+
+def delta_chunks(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, scaling * B[rows] @ A as fp32 [n, K]) over all rows, about a quarter of a million values at a time."""
+    with torch.autocast(lora_A.device.type, enabled=False):
+        factor_A = lora_A.detach().double()
+        for rows in row_chunks(lora_B.shape[0], lora_A.shape[1]):
+            yield rows, (lora_B[rows].detach().double() @ factor_A).mul_(scaling).float()
+
+
+def requantize(piece: NVFP4Parts, delta: Tensor, threshold: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(qdata, scale) of base + delta with block scales from the merged block maxima."""
+    merged = dequantize(piece) + delta
+    if threshold is None:
+        return quantize_rows(merged.to(dtype).float(), piece.global_scale)
+    scale = encode_scale(merged.unflatten(-1, (-1, BLOCK_SIZE)).abs().amax(-1) / E2M1_MAX, piece.global_scale)
+    origin = NVFP4Parts(torch.zeros_like(piece.qdata), scale, piece.global_scale)
+    return snap(origin, merged, threshold), scale
+
+
+def check_modes(rounding: str, scales: str) -> None:
+    """ValueError for a mode that does not exist."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding is {rounding!r}, expected one of {', '.join(map(repr, ROUNDINGS))}")
+    if scales not in SCALES:
+        raise ValueError(f"scales is {scales!r}, expected one of {', '.join(map(repr, SCALES))}")
+
+
+def check_factors(parts: NVFP4Parts, lora_A: Tensor, lora_B: Tensor, name: str) -> None:
+    """ValueError for factors whose shapes do not multiply to the weight's, or that are not finite."""
+    n, k = parts.shape
+    if lora_A.dim() != 2 or lora_B.shape != (n, lora_A.shape[0]) or lora_A.shape[1] != k:
+        raise ValueError(
+            f"{name}: lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)} do not multiply to the base weight "
+            f"[{n}, {k}]; expected [r, {k}] and [{n}, r]. Is this the adapter of another model?"
+        )
+    if not (torch.isfinite(lora_A).all() and torch.isfinite(lora_B).all()):
+        raise ValueError(f"{name}: the adapter holds NaN or infinite values; it cannot be merged.")
