@@ -81,8 +81,8 @@ class TrainConfig(_Strict):
     """Names (or endings of names) of the linears to adapt, one regular expression, or all-linear."""
     lora_modules_to_save: list[str] | None = None
     """Modules trained in full and saved with the adapter, such as lm_head or embed_tokens."""
-    peft_init_lora_weights: Literal[True, "gaussian"] = True
-    """PEFT's init_lora_weights: Kaiming-uniform A (true) or gaussian A; B is zero. Others rewrite the frozen base."""
+    peft_init_lora_weights: Literal[True, "gaussian", "orthogonal"] = True
+    """PEFT's init_lora_weights: true (B is zero), gaussian or orthogonal. Those that rewrite the base are refused."""
 
     datasets: list[DatasetConfig] = Field(min_length=1)
     """Training data; several sources are joined."""
@@ -163,7 +163,7 @@ class TrainConfig(_Strict):
         if isinstance(value, str) and value.startswith(("pissa", "olora", "loftq", "corda", "lora_ga")):
             raise ValueError(
                 f"peft_init_lora_weights: {value} subtracts the adapter's start from the base weight, and the base is "
-                "frozen in 4 bits; use true or gaussian"
+                "frozen in 4 bits; use true, gaussian or orthogonal"
             )
         return value
 
