@@ -1,0 +1,211 @@
+"""The `halfbyte` key of adapter_config.json: which base an adapter belongs to, and how it was made.
+
+PEFT and others ignore the key. A LoRA adapter of a 4-bit base is a change to *those* codes: on another base, or under
+another rounding than it was trained for, it gives other results without a word. So it records digests and modes, and
+loading or merging compares them. An override is the caller's to offer; it is recorded in what is written next.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfbyte.lora.merge import check_modes
+from halfbyte.lora.names import base_layers
+from halfbyte.nvfp4.activation import ActivationQuant
+from halfbyte.nvfp4.digest import model_digest, weight_digest
+from halfbyte.nvfp4.linear import NVFP4Linear
+
+CONFIG_NAME = "adapter_config.json"
+KEY = "halfbyte"
+FORMAT_VERSION = 1
+QUANTIZER_VERSION = 1  # of the bits that merged_parts gives; a change that moves one code raises it
+MODES = ("plain", "merge-aware")
+SHOWN = 3  # differences spelled out in an error
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How base + delta is rounded to NVFP4; the arguments of `merged_parts`.
+
+    dtype  base dtype that "nearest" rounds to, as torch names it ("bfloat16").
+    """
+
+    rounding: str = "dither"
+    scales: str = "keep"
+    seed: int = 0
+    dtype: str = "float32"
+    version: int = QUANTIZER_VERSION
+
+
+@dataclass(frozen=True)
+class Target:
+    """One NVFP4 layer that the adapter changes: its shape, the digest of its codes and scales, its activations.
+
+    activation  "none" (weight-only), "dynamic", or the static tensor scale.
+    """
+
+    shape: tuple[int, int]
+    digest: str
+    activation: str | float = "none"
+
+
+@dataclass(frozen=True)
+class AdapterMetadata:
+    """What `adapter_config.json` says under `halfbyte`."""
+
+    mode: str = "plain"
+    quantizer: Quantizer = field(default_factory=Quantizer)
+    targets: dict[str, Target] = field(default_factory=dict)
+    start_step: int = 0
+    merged_digest: str | None = None
+    overrides: tuple[str, ...] = ()
+    format_version: int = FORMAT_VERSION
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def base_digest(self) -> str:
+        """SHA-256 over the targets' names, shapes and digests."""
+        return model_digest({name: (target.shape, int(target.digest, 16)) for name, target in self.targets.items()})
+
+
+def describe(
+    model: nn.Module,
+    names: Collection[str],
+    *,
+    mode: str = "plain",
+    quantizer: Quantizer | None = None,
+    start_step: int = 0,
+) -> AdapterMetadata:
+    """Metadata of an adapter on these layers (names in the base model) of a model, wrapped or not."""
+    layers = base_layers(model)
+    return AdapterMetadata(
+        mode=mode,
+        quantizer=quantizer or Quantizer(),
+        targets={name: target_of(layers[name]) for name in sorted(names) if name in layers},
+        start_step=start_step,
+        versions=versions(),
+    )
+
+
+def target_of(layer: NVFP4Linear) -> Target:
+    """What is recorded about one layer."""
+    return Target(layer.parts().shape, f"{weight_digest(layer.parts()):016x}", activation_text(layer.activation))
+
+
+def activation_text(activation: ActivationQuant | None) -> str | float:
+    """ "none", "dynamic" or the static scale."""
+    if activation is None:
+        return "none"
+    return "dynamic" if activation.scale is None else activation.scale
+
+
+def versions() -> dict[str, str]:
+    """Versions of what made the adapter; absent packages are left out."""
+    import importlib.metadata
+
+    found = {"torch": str(torch.__version__)}
+    for package in ("halfbyte", "peft", "transformers"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write(folder: str | os.PathLike[str], metadata: AdapterMetadata) -> None:
+    """Put the key into the folder's adapter_config.json, leaving every other key as it is."""
+    path = Path(folder) / CONFIG_NAME
+    config = json.loads(path.read_text())
+    config[KEY] = dataclasses.asdict(metadata) | {"base_digest": metadata.base_digest}
+    temporary = path.with_suffix(".json.tmp")
+    temporary.write_text(json.dumps(config, indent=2, sort_keys=True))
+    os.replace(temporary, path)
+
+
+def read(folder: str | os.PathLike[str]) -> AdapterMetadata | None:
+    """The key's contents, or None when the adapter was not made by halfbyte.
+
+    raises  FileNotFoundError without an adapter_config.json; ValueError for a key that a newer halfbyte wrote, or that
+            is damaged.
+    """
+    path = Path(folder) / CONFIG_NAME
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no {CONFIG_NAME}; expected the folder of a PEFT adapter")
+    try:
+        raw = json.loads(path.read_text()).get(KEY)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    return None if raw is None else parse(raw, str(path))
+
+
+def parse(raw: dict[str, Any], where: str) -> AdapterMetadata:
+    """The key's JSON as an object; ValueError says what is wrong with it."""
+    version = raw.get("format_version") if isinstance(raw, dict) else None
+    if not isinstance(version, int):
+        raise ValueError(f"{where}: the {KEY} key has no format_version; it is damaged")
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"{where}: the adapter's metadata has format {version}, this halfbyte reads up to {FORMAT_VERSION}. "
+            "Update halfbyte."
+        )
+    try:
+        metadata = AdapterMetadata(
+            mode=raw["mode"],
+            quantizer=Quantizer(**raw["quantizer"]),
+            targets={
+                name: Target((int(target["shape"][0]), int(target["shape"][1])), target["digest"], target["activation"])
+                for name, target in raw["targets"].items()
+            },
+            start_step=raw["start_step"],
+            merged_digest=raw["merged_digest"],
+            overrides=tuple(raw["overrides"]),
+            format_version=version,
+            versions=dict(raw["versions"]),
+        )
+        if raw["base_digest"] != metadata.base_digest or metadata.mode not in MODES:
+            raise ValueError("mode or base_digest do not fit the rest")
+        check_modes(metadata.quantizer.rounding, metadata.quantizer.scales)
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        raise ValueError(f"{where}: the {KEY} key is damaged ({error!r})") from None
+    if metadata.quantizer.version > QUANTIZER_VERSION:
+        raise ValueError(
+            f"{where}: the adapter was trained for quantizer {metadata.quantizer.version}, this halfbyte has "
+            f"{QUANTIZER_VERSION}, whose codes differ. Update halfbyte."
+        )
+    return metadata
+
+
+def differences(metadata: AdapterMetadata, model: nn.Module) -> list[str]:
+    """What in the model is not as the adapter recorded it, a line per layer; empty when it is the same base."""
+    layers = base_layers(model)
+    found = []
+    for name, target in metadata.targets.items():
+        if name not in layers:
+            found.append(f"{name}: not an NVFP4 layer of this model")
+            continue
+        here = target_of(layers[name])
+        for aspect in ("shape", "digest", "activation"):
+            if getattr(here, aspect) != getattr(target, aspect):
+                found.append(f"{name}: {aspect} is {getattr(here, aspect)}, recorded {getattr(target, aspect)}")
+                break
+    return found
+
+
+def check(metadata: AdapterMetadata, model: nn.Module) -> None:
+    """ValueError naming what differs, when the model is not the base that the adapter was trained on."""
+    found = differences(metadata, model)
+    if found:
+        more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
+        raise ValueError(
+            f"This adapter was trained on another base: {len(found)} of {len(metadata.targets)} layers differ. "
+            + "; ".join(found[:SHOWN])
+            + more
+            + ". Use the base it was trained on."
+        )
