@@ -1,0 +1,128 @@
+"""The step in plain PyTorch: the definition, and the path of machines without a compiler.
+
+Works through each tensor in chunks of about 16,000 values, so that a dozen fp32 temporaries stay in the cache and
+below 1 MB together. Rejected: torch._foreach over whole tensors, which needs several fp32 copies of every parameter.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from halfbyte.optim.formats import StateFormat
+from halfbyte.optim.hyper import Hyper
+from halfbyte.optim.rounding import Counter, random_bits, round_stochastic
+from halfbyte.optim.state_ops import block_amax, dequantize, quantize, quantize_finite
+
+CHUNK = 16384
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+State = dict[str, Tensor]
+
+
+def step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    hyper: Hyper,
+    fmt: StateFormat,
+    *,
+    counters: Sequence[Counter] | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    cache: dict | None = None,
+) -> None:
+    """See `halfbyte.optim.kernels.step`, whose contract this defines. `cache` is not used."""
+    if found_inf is not None and found_inf.item():
+        return
+    hyper = hyper._replace(lr=float(hyper.lr), beta1=float(hyper.beta1), beta2=float(hyper.beta2))
+    scale = None if grad_scale is None else grad_scale.item()
+    for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+        state["step"] += 1
+        counter = counters[i] if counters is not None and param.dtype == torch.bfloat16 else None
+        _step_tensor(param.view(-1), grad.view(-1), state, hyper, fmt, counter, scale)
+
+
+def _step_tensor(
+    param: Tensor,
+    grad: Tensor,
+    state: State,
+    hyper: Hyper,
+    fmt: StateFormat,
+    counter: Counter | None,
+    grad_scale: float | None,
+) -> None:
+    """One flat parameter, chunk by chunk; a chunk is whole blocks and an even number of values."""
+    num_steps = int(state["step"].item())
+    chunk = fmt.block_size * max(2, CHUNK // fmt.block_size // 2 * 2)
+    for start in range(0, param.numel(), chunk):
+        end = min(start + chunk, param.numel())
+        grad_chunk = grad[start:end].float()
+        if grad_scale is not None:
+            grad_chunk = grad_chunk / grad_scale
+        moments = _read(state, fmt, start, end)
+        value, moments = adam_update(param[start:end].float(), grad_chunk, moments, hyper, num_steps)
+        if counter is not None:
+            value = round_stochastic(value, random_bits(counter, num_steps, start, end, param.device))
+        param[start:end] = value
+        _write(state, fmt, start, end, moments)
+
+
+def adam_update(
+    param: Tensor, grad: Tensor, moments: list[Tensor], hyper: Hyper, num_steps: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Adam's formula on fp32 tensors: (new parameter, new moments); the moments given are overwritten."""
+    lr, beta1, beta2 = float(hyper.lr), float(hyper.beta1), float(hyper.beta2)
+    if hyper.maximize:
+        grad = -grad
+    if hyper.weight_decay and hyper.decoupled:
+        param = param * (1 - lr * hyper.weight_decay)
+    elif hyper.weight_decay:
+        grad = grad + hyper.weight_decay * param
+    exp_avg = moments[0].lerp_(grad, 1 - beta1)
+    exp_avg_sq = moments[1].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    new = [exp_avg, exp_avg_sq]
+    if hyper.amsgrad:
+        new.append(torch.maximum(moments[2], exp_avg_sq))
+    denominator = new[-1].sqrt().div_((1 - beta2**num_steps) ** 0.5).add_(hyper.eps)
+    return param.addcdiv(exp_avg, denominator, value=-lr / (1 - beta1**num_steps)), new
+
+
+def _code_range(fmt: StateFormat, start: int, end: int) -> slice:
+    return slice(start, end) if fmt.bits == 8 else slice(start // 2, -(-end // 2))
+
+
+def _block_range(fmt: StateFormat, start: int, end: int) -> slice:
+    return slice(start // fmt.block_size, -(-end // fmt.block_size))
+
+
+def _read(state: State, fmt: StateFormat, start: int, end: int) -> list[Tensor]:
+    """The moments of values start..end in fp32: exp_avg, exp_avg_sq[, max_exp_avg_sq]."""
+    names = [name for name in MOMENTS if name in state]
+    if "exp_avg_scale" not in state:
+        return [state[name].view(-1)[start:end].clone() for name in names]
+    codes, blocks = _code_range(fmt, start, end), _block_range(fmt, start, end)
+    return [
+        dequantize(state[name][codes], state[name + "_scale"][blocks], fmt, end - start, signed=name == "exp_avg")
+        for name in names
+    ]
+
+
+def _write(state: State, fmt: StateFormat, start: int, end: int, moments: list[Tensor]) -> None:
+    """Store the moments of values start..end."""
+    names = MOMENTS[: len(moments)]
+    if "exp_avg_scale" not in state:
+        for name, moment in zip(names, moments, strict=True):
+            state[name].view(-1)[start:end] = moment
+        return
+    amaxes = [block_amax(moment, fmt.block_size) for moment in moments]
+    finite = all(bool(amax.sum().isfinite()) for amax in amaxes)
+    bad = None if finite else ~torch.stack([moment.isfinite() for moment in moments]).all(0)
+    codes, blocks = _code_range(fmt, start, end), _block_range(fmt, start, end)
+    for name, moment, amax in zip(names, moments, amaxes, strict=True):
+        signed = name == "exp_avg"
+        if bad is None:
+            new = quantize_finite(moment, amax, fmt, signed=signed)
+        else:
+            new = quantize(moment, fmt, signed=signed, bad=bad)
+        state[name][codes], state[name + "_scale"][blocks] = new
