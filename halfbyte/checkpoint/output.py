@@ -21,8 +21,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a folder to fill; it becomes `path` when the block ends without an error, else it is removed.
 
-    raises  FileExistsError when `path` exists and is not an empty folder; OSError when it cannot be written, or the disk
-            is full; RuntimeError when another run is writing it now.
+    raises  FileExistsError when `path` exists and is not an empty folder; OSError when it cannot be written, or the
+            disk is full; RuntimeError when another run is writing it now.
     """
     out = Path(path).absolute()
     check_free(out)
@@ -46,11 +46,9 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         if not isinstance(error, AlreadyWriting):
             shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in DISK_FULL:
-            free = shutil.disk_usage(out.parent).free
-            raise OSError(
-                error.errno,
-                f"{out}: the disk is full ({free / 1e9:.2f} GB free). Nothing was left behind; make room and run again.",
-            ) from error
+            free = shutil.disk_usage(out.parent).free / 1e9
+            remedy = "Nothing was left behind; make room and run again."
+            raise _os_error(error, f"{out}: the disk is full ({free:.2f} GB free). {remedy}") from error
         raise
     finally:
         os.close(lock)
@@ -68,6 +66,13 @@ def check_free(out: Path) -> None:
 
 class AlreadyWriting(RuntimeError):
     """Another live process holds the lock of the same output."""
+
+
+def _os_error(cause: OSError, message: str) -> OSError:
+    """An OSError with the cause's errno and kind, whose text is the message alone."""
+    error = type(cause)(message)
+    error.errno = cause.errno
+    return error
 
 
 def _lock(fd: int, out: Path) -> None:

@@ -1,7 +1,8 @@
 """Write safetensors shards whose contents are planned first and filled afterwards, one tensor at a time, in any order.
 
-Names, dtypes and shapes of a checkpoint are known before the first value is computed, so every header can be written at
-once and each tensor goes straight to its place: no shard is ever held in memory, and a full disk is noticed at the start.
+Names, dtypes and shapes of a checkpoint are known before the first value is computed, so every header can be written
+at once and each tensor goes straight to its place: no shard is ever held in memory, and a full disk is noticed at the
+start.
 """
 
 import json
@@ -80,7 +81,7 @@ class ShardWriter:
         found = TensorSpec(tensor.dtype, tuple(tensor.shape))
         assert found == spec, f"{key}: planned as {spec}, written as {found}"
         data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        self._write_bytes(key, memoryview(data.numpy()))
+        self._write_bytes(key, data.numpy().data)
         self._unwritten.discard(key)
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class TensorSpec(NamedTuple):
 class TensorFile:
     """A safetensors file, open for reading.
 
-    raises  FileNotFoundError for an absent file, ValueError naming the file for one that is cut short or not safetensors.
+    raises  FileNotFoundError for an absent file, ValueError naming the file when it is cut short or not safetensors.
     memory  the header; a read allocates the tensor it returns and nothing else.
     """
 
@@ -97,7 +97,7 @@ class TensorFile:
     def _read_bytes(self, key: str, offset: int, size: int) -> Tensor:
         """Fill a fresh uint8 tensor [size] from the file."""
         out = torch.empty(size, dtype=torch.uint8)
-        view = memoryview(out.numpy())
+        view = out.numpy().data
         position = self._offsets[key] + offset
         done = 0
         while done < size:
@@ -126,8 +126,8 @@ class TensorFile:
             raise ValueError(f"{self.path}: damaged safetensors header: {error}. Fetch the file again.") from error
         if end != file_bytes:
             raise ValueError(
-                f"{self.path}: found {file_bytes} bytes, but its header describes {end}. The file was cut or appended to; "
-                "fetch it again."
+                f"{self.path}: found {file_bytes} bytes, but its header describes {end}. The file was cut or appended "
+                "to; fetch it again."
             )
         return specs, offsets, metadata
 

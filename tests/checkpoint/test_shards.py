@@ -1,4 +1,4 @@
-"""Folders: written by huggingface's own splitter and read here, written here and read by safetensors; hostile indexes."""
+"""Folders: what we write, safetensors reads, byte for byte; what a hostile or damaged index says is refused by name."""
 
 import json
 from pathlib import Path

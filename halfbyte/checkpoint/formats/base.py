@@ -105,8 +105,8 @@ def check_scales(path: Path, key: str, scale: Tensor) -> None:
         row, col = (int(i) for i in bad.nonzero()[0])
         byte = int(scale.view(torch.uint8)[row, col])
         raise ValueError(
-            f"{path}: {key} holds {int(bad.sum())} NaN block scales, the first at row {row}, block {col} (byte 0x{byte:02X})"
-            ", expected finite E4M3. The file is damaged; fetch or quantize it again."
+            f"{path}: {key} holds {int(bad.sum())} NaN block scales, the first at row {row}, block {col} "
+            f"(byte 0x{byte:02X}), expected finite E4M3. The file is damaged; fetch or quantize it again."
         )
 
 

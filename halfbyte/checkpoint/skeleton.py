@@ -1,0 +1,113 @@
+"""The model a checkpoint is for, without its weights, and which of its parameters each key of the checkpoint becomes.
+
+transformers renames and fuses keys while it loads (conversion_mapping.py: prefixes of multimodal models, experts
+stacked to 3-D, qkv fused). A 4-bit weight cannot be fused with another, so such a layer must be known before anything
+is loaded. We ask transformers' own mapping rather than keep a list of architectures.
+"""
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class Target(NamedTuple):
+    """Where a checkpoint's key goes.
+
+    name   the model's parameter or buffer; the checkpoint's own name when the model has none such.
+    fused  True when transformers computes that parameter from several keys.
+    known  False when the model has no such parameter.
+    """
+
+    name: str
+    fused: bool
+    known: bool
+
+
+class Skeleton:
+    """A causal language model with its parameters on the meta device and its buffers real.
+
+    The buffers are computed by the model's own constructor on the CPU: non-persistent ones, such as a rotary
+    embedding's inv_freq, are in no file and must not stay on meta.
+    """
+
+    def __init__(self, config: "PreTrainedConfig", where: Path, *, dtype: torch.dtype | None = None):
+        """
+        config  transformers' config; its quantization_config is dropped.
+        where   the folder or file it came from, for messages.
+        dtype   None takes the config's.
+        raises  ValueError when transformers cannot build a causal language model from it.
+        """
+        from accelerate import init_empty_weights
+        from transformers import AutoModelForCausalLM
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self.config = copy.deepcopy(config)
+        if hasattr(self.config, "quantization_config"):
+            del self.config.quantization_config
+        self.dtype: torch.dtype = dtype or getattr(self.config, "dtype", None) or torch.float32
+        try:
+            with init_empty_weights(include_buffers=False):
+                self.model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{where}: transformers cannot build a causal language model from it: {error}") from error
+        self.mapping: list[Any] = get_model_conversion_mapping(self.model)
+        self._renamings = [entry for entry in self.mapping if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in self.mapping if isinstance(entry, WeightConverter)]
+        self._state = self.model.state_dict()
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, dtype: torch.dtype | None = None) -> "Skeleton":
+        """The model of a folder's config.json."""
+        return cls(load_config(folder), folder, dtype=dtype)
+
+    def target(self, key: str) -> Target:
+        """The parameter that a key becomes, by transformers' own rules."""
+        from transformers.core_model_loading import rename_source_key
+
+        prefix = self.model.base_model_prefix
+        name, pattern = rename_source_key(key, self._renamings, self._converters, prefix, self._state)
+        if name not in self._state and key in self._state:
+            name, pattern = rename_source_key(key, [], [], prefix, self._state)
+        return Target(name, pattern is not None, name in self._state)
+
+    def linears(self, keys: Iterable[str]) -> dict[str, str]:
+        """Key of the checkpoint -> fqn of the model's linear layer, for those that are a linear's weight, unfused."""
+        found = {}
+        for key in keys:
+            target = self.target(key)
+            if target.fused or not target.known or not target.name.endswith(".weight"):
+                continue
+            fqn = target.name.removesuffix(".weight")
+            if isinstance(self.model.get_submodule(fqn), nn.Linear):
+                found[key] = fqn
+        return found
+
+    @property
+    def output_embeddings(self) -> str | None:
+        """fqn of the layer that makes logits, commonly "lm_head"."""
+        head = self.model.get_output_embeddings()
+        return next((fqn for fqn, module in self.model.named_modules() if module is head), None) if head else None
+
+    @property
+    def tied(self) -> set[str]:
+        """Parameters that share another's tensor."""
+        pairs = self.model.all_tied_weights_keys
+        return set(pairs) | set(pairs.values())
+
+
+def load_config(folder: Path) -> "PreTrainedConfig":
+    """transformers' config of a folder; ValueError for one that it does not know."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder}: transformers does not understand its config.json: {error}") from error
