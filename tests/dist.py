@@ -9,12 +9,14 @@
 
     assert run(2, rank_sum, 10) == [21, 21]
 
-The workers of a world size are forked once, from a server process that has imported torch and nothing heavier, and
-serve every later call of the session: a call costs milliseconds. They are thrown away after any call in which a rank
-raised, died or ran late, since nobody knows which collectives are then half done; the next call gets fresh ones. A test
-that *expects* an error therefore catches it inside its function, or reads `outcomes`, which raises nothing.
+The workers of a world size are forked once, from a server process that has imported torch (and transformers or peft,
+if the session has), and serve every later call of the session: a call costs milliseconds. They are thrown away after
+any call in which a rank raised, died or ran late, since nobody knows which collectives are then half done; the next
+call gets fresh ones. A test that *expects* an error therefore catches it inside its function, or reads `outcomes`,
+which raises nothing.
 
-Rejected: `torch.multiprocessing.spawn`, and one torchrun a test: seconds of imports for each of several hundred tests.
+Rejected: `torch.multiprocessing.spawn`, and one torchrun a test: seconds of imports for each of several hundred
+tests.
 """
 
 import atexit
@@ -98,7 +100,7 @@ class Pool:
     def __init__(self, world_size: int):
         self.folder = tempfile.mkdtemp(prefix="halfbyte-dist-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "pytest", __name__])
+        context.set_forkserver_preload(["torch.distributed", "pytest", __name__, *_heavy_imports_of_this_process()])
         port = _free_port()
         self.connections, self.processes = [], []
         for rank in range(world_size):
@@ -164,6 +166,12 @@ def _close_all() -> None:
     for pool in _POOLS.values():
         pool.close()
     _POOLS.clear()
+
+
+def _heavy_imports_of_this_process() -> list[str]:
+    """What a test file has imported at its top is worth importing once, before the workers are forked."""
+    names = ["transformers", "transformers.models.llama.modeling_llama", "transformers.trainer", "peft", "accelerate"]
+    return [name for name in names if name in sys.modules]
 
 
 def _free_port() -> int:
