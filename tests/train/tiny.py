@@ -83,3 +83,22 @@ def chat_rows(count: int) -> list[dict[str, Any]]:
         }
         for number in range(count)
     ]
+
+
+def save_dense(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """A dense fp32 model with its tokenizer, as transformers saves them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(model_config(**changes)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_base(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """The same in NVFP4, by `halfbyte quantize`."""
+    from halfbyte.checkpoint.quantize import quantize_checkpoint
+
+    quantize_checkpoint(save_dense(folder.with_name(folder.name + "-dense"), seed=seed, **changes), folder)
+    return folder

@@ -1,0 +1,52 @@
+"""`halfbyte train CONFIG.yaml [key=value ...]`."""
+
+from typing import Annotated
+
+import typer
+
+
+def show_keys(value: bool) -> None:
+    """Print every key of the config with its default and meaning, and leave."""
+    if value:
+        from halfbyte.train.config import config_help
+
+        print(config_help())
+        raise typer.Exit
+
+
+def train(
+    config: Annotated[str, typer.Argument(help="YAML file; `halfbyte train --keys` lists what may stand in it.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Such as learning_rate=1e-4 or datasets.0.path=more.jsonl.")
+    ] = None,
+    keys: Annotated[
+        bool, typer.Option("--keys", callback=show_keys, is_eager=True, help="List the config's keys and leave.")
+    ] = False,
+) -> None:
+    """Train a LoRA adapter on an NVFP4 base."""
+    from halfbyte.train.config import load_config
+
+    loaded = load_config(config, overrides or [])
+    quiet_libraries()
+    from halfbyte.train.trainer import train as run
+
+    result = run(loaded)
+    if result.loss_before is not None and result.loss_after is not None:
+        print(f"held-out loss: {result.loss_before:.4f} before, {result.loss_after:.4f} after {result.step} steps")
+    print(f"adapter: {result.adapter}")
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' notes and nested bars off the screen; what concerns the user is said by halfbyte."""
+    import logging
+    import warnings
+
+    for name in ("torchao", "torch.utils._pytree", "DeepSpeed"):  # they log while they are imported
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

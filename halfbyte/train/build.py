@@ -1,0 +1,148 @@
+"""The parts of a run, each made from the config: model, adapter, optimizer, arguments of the trainer."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.checkpoint.load import load_model
+from halfbyte.nvfp4.convert import nvfp4_modules
+from halfbyte.train.config import OptimizerName, TrainConfig
+from halfbyte.train.preflight import check_targets
+
+# name in the config -> where the class is, and what it is told beside lr, betas, eps and weight_decay
+OPTIMIZERS: dict[OptimizerName, tuple[str, str, dict[str, Any]]] = {
+    "adamw_torch": ("torch.optim", "AdamW", {}),
+    "adamw_torch_fused": ("torch.optim", "AdamW", {"fused": True}),
+    "adamw8bit": ("halfbyte.optim", "AdamW8bit", {}),
+    "adamw4bit": ("halfbyte.optim", "AdamW4bit", {}),
+    "adamwfp8": ("halfbyte.optim", "AdamWFp8", {}),
+    "adamw_torch_8bit": ("halfbyte.optim", "AdamW8bit", {}),
+    "adamw_torch_4bit": ("halfbyte.optim", "AdamW4bit", {}),
+    "ao_adamw_fp8": ("halfbyte.optim", "AdamWFp8", {}),
+}
+NEVER = 10**9  # in steps; Trainer still saves at the end
+
+
+def pick_device(config: TrainConfig) -> torch.device:
+    """Where to train. ValueError for cuda on a machine without it."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch finds no CUDA device here; set device to cpu or auto")
+    return torch.device("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
+
+
+def use_bf16(config: TrainConfig, device: torch.device) -> bool:
+    """Whether to compute in bf16; "auto" does so on a GPU that can."""
+    if config.bf16 == "auto":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return config.bf16
+
+
+def build_model(config: TrainConfig, folder: Path) -> Any:
+    """The frozen NVFP4 base with its adapter: a `peft.PeftModel`, on the CPU until the trainer moves it.
+
+    raises   ValueError for an unknown attention or a base without NVFP4 weights.
+    """
+    base = load_base(config, folder)
+    return attach_adapter(config, base)
+
+
+def load_base(config: TrainConfig, folder: Path) -> Any:
+    """The frozen base in the dtype of the run."""
+    bf16 = use_bf16(config, pick_device(config))
+    base = load_model(folder, dtype=torch.bfloat16 if bf16 else torch.float32)
+    if not nvfp4_modules(base):
+        raise ValueError(f"{folder}: base_model has no NVFP4 weight; make such a base with `halfbyte quantize`")
+    if config.attn_implementation:
+        try:
+            base.set_attn_implementation(config.attn_implementation)
+        except (ValueError, ImportError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"attn_implementation {config.attn_implementation!r}: {reason}") from error
+    base.config.use_cache = False
+    return base
+
+
+def attach_adapter(config: TrainConfig, base: Any) -> Any:
+    """PEFT's LoRA on the base; A is drawn from the run's seed."""
+    from peft import get_peft_model
+    from transformers import set_seed
+
+    check_targets(base, config)
+    set_seed(config.seed)
+    return get_peft_model(base, lora_config(config))
+
+
+def lora_config(config: TrainConfig) -> Any:
+    """The `peft.LoraConfig` of a run."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # annotated int, used as a float
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        modules_to_save=config.lora_modules_to_save,
+        init_lora_weights=config.peft_init_lora_weights,
+    )
+
+
+def optimizer_cls_and_kwargs(config: TrainConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """What `Trainer` asks for to make the optimizer itself, after it has placed the parameters."""
+    module, name, extra = OPTIMIZERS[config.optimizer]
+    arguments = {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+    }
+    return getattr(importlib.import_module(module), name), {**arguments, **extra}
+
+
+def trainer_arguments(config: TrainConfig, *, evaluates: bool, resuming: bool) -> Any:
+    """The `trl.SFTConfig` of a run.
+
+    Checkpoints are rotated by us (checkpoint/resume.py), so Trainer's own save_total_limit stays unset.
+    """
+    from trl import SFTConfig
+
+    device = pick_device(config)
+    return SFTConfig(
+        output_dir=config.output_dir,
+        per_device_train_batch_size=config.micro_batch_size,
+        per_device_eval_batch_size=config.eval_batch_size or config.micro_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        num_train_epochs=config.num_epochs,
+        max_steps=config.max_steps or -1,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.lr_scheduler,
+        warmup_steps=config.warmup_steps,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_epsilon=config.adam_epsilon,
+        max_grad_norm=config.max_grad_norm,
+        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if config.gradient_checkpointing else None,
+        bf16=use_bf16(config, device),
+        use_cpu=device.type == "cpu",
+        seed=config.seed,
+        data_seed=config.seed,
+        logging_steps=config.logging_steps,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=config.save_steps or NEVER,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=config.eval_steps or NEVER,
+        eval_on_start=evaluates and not resuming,
+        prediction_loss_only=True,
+        report_to=config.report_to or "none",
+        disable_tqdm=True,
+        max_length=config.sequence_len,
+        packing=config.sample_packing,
+        eval_packing=False,
+        dataset_kwargs={"skip_prepare_dataset": not config.sample_packing},
+        dataloader_pin_memory=device.type == "cuda",
+    )

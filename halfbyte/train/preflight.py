@@ -1,0 +1,92 @@
+"""What can be refused before any weight is loaded: a user waits seconds for a wrong key, not for the model."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from halfbyte.checkpoint.detect import detect, read_config
+from halfbyte.checkpoint.hub import local_folder
+from halfbyte.train.config import TrainConfig
+
+
+def check_output_dir(output_dir: Path, *, resuming: bool) -> None:
+    """Make the folder of the run, and see that it can be written.
+
+    raises   FileExistsError when it holds something and no run is resumed, OSError when it cannot be written.
+    """
+    if output_dir.exists() and not output_dir.is_dir():
+        raise FileExistsError(f"{output_dir}: output_dir is a file; give a folder")
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not resuming:
+        raise FileExistsError(
+            f"{output_dir}: output_dir is not empty; choose a new folder, or continue with resume_from_checkpoint=true"
+        )
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        probe = output_dir / f".write-test-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise PermissionError(
+            f"{output_dir}: output_dir cannot be written ({error.strerror}); choose a folder that can"
+        ) from error
+
+
+def base_folder(config: TrainConfig) -> Path:
+    """The folder of the NVFP4 base. ValueError for a model without NVFP4 weights, FileNotFoundError for none at all."""
+    folder = local_folder(config.base_model)
+    if detect(folder, read_config(folder)) is None:
+        raise ValueError(
+            f"{config.base_model}: base_model has no NVFP4 weight; make such a base with "
+            f"`halfbyte quantize {config.base_model} OUT`, and train on OUT"
+        )
+    return folder
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The base's tokenizer, with a padding token. ValueError when the folder has none that transformers can read."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # a dozen kinds, one meaning
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{folder}: no tokenizer that transformers can read ({reason}); copy the model's own"
+        ) from error
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(f"{folder}: the tokenizer has neither a padding nor an end-of-text token; set one of them")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def check_sequence_len(folder: Path, sequence_len: int) -> None:
+    """ValueError when the model was not built for sequences this long."""
+    config = read_config(folder)
+    limit = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    if limit and sequence_len > limit:
+        raise ValueError(f"sequence_len is {sequence_len}, but the model's limit is {limit} positions; lower it")
+
+
+def check_targets(model: Any, config: TrainConfig) -> None:
+    """ValueError when a name of lora_target_modules or lora_modules_to_save matches no module of the model.
+
+    model   the real one, or one on the meta device.
+    """
+    from torch import nn
+
+    linears = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)]
+    suffixes = ", ".join(sorted({fqn.rpartition(".")[2] for fqn in linears}))
+    targets = config.lora_target_modules
+    if isinstance(targets, str) and targets != "all-linear":
+        if not any(re.fullmatch(targets, fqn) for fqn in linears):
+            raise ValueError(f"lora_target_modules {targets!r} matches no linear layer; the model has {suffixes}")
+    elif isinstance(targets, list):
+        for target in targets or [""]:
+            if not any(fqn == target or fqn.endswith(f".{target}") for fqn in linears):
+                raise ValueError(f"lora_target_modules: {target!r} matches no linear layer; the model has {suffixes}")
+    names = [fqn for fqn, _ in model.named_modules()]
+    for saved in config.lora_modules_to_save or []:
+        if not any(fqn == saved or fqn.endswith(f".{saved}") for fqn in names):
+            raise ValueError(f"lora_modules_to_save: {saved!r} matches no module of the model; it has {suffixes}, ...")

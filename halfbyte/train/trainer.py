@@ -1,0 +1,256 @@
+"""One run, in order: check, read the data, load the base, attach the adapter, train, leave the adapter.
+
+`Trainer` below is TRL's `SFTTrainer` with four hooks, one level deep: where checkpoints are written (staged and
+renamed), how the held-out loss is averaged (over tokens, not over batches), and two numbers in the logs. The rest of
+what people know from `Trainer` holds: callbacks, `report_to`, Accelerate, resume.
+"""
+
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PrinterCallback
+from trl import SFTTrainer
+
+from halfbyte.checkpoint import resume
+from halfbyte.checkpoint.output import atomic_folder
+from halfbyte.lora import metadata
+from halfbyte.lora.names import base_name
+from halfbyte.nvfp4.convert import nvfp4_modules
+from halfbyte.train import build, callbacks, preflight
+from halfbyte.train.config import TrainConfig, dump_config
+from halfbyte.train.data import Data, load_data
+from halfbyte.train.encode import IGNORED
+from halfbyte.train.packing import check_packing
+
+ADAPTER = "adapter"
+CONFIG = "config.yaml"
+VERSIONS = "versions.json"
+PACKAGES = ("halfbyte", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run left: the adapter's folder, its last step, the held-out loss at the start and at the end, if any."""
+
+    adapter: Path
+    step: int
+    loss_before: float | None
+    loss_after: float | None
+
+
+def train(config: TrainConfig) -> RunResult:
+    """Train an adapter as the config says, and leave it in output_dir/adapter.
+
+    raises   ValueError, FileNotFoundError, FileExistsError or PermissionError for what the user can mend, most of them
+             before any weight is loaded; OSError when a checkpoint cannot be written.
+    """
+    output_dir = Path(config.output_dir)
+    checkpoint = resume.find_checkpoint(output_dir, config.resume_from_checkpoint)
+    data, folder, tokenizer = prepare(config, resuming=checkpoint is not None)
+    run = run_identity(config, data)
+    if checkpoint is not None:
+        resume.check_same_run(checkpoint, run)
+    print(data.summary(), flush=True)
+
+    model = build.build_model(config, folder)
+    if config.sample_packing:
+        check_packing(model, tokenizer.pad_token_id)
+    described = describe_adapter(model)
+    if checkpoint is not None:
+        check_same_base(checkpoint, model)
+
+    trainer = make_trainer(config, model, tokenizer, data, run, described, resuming=checkpoint is not None)
+    if trainer.is_world_process_zero():
+        resume.clear_staging(output_dir)
+        (output_dir / CONFIG).write_text(dump_config(config))
+        (output_dir / VERSIONS).write_text(json.dumps(versions(), indent=1))
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.save_adapter(output_dir / ADAPTER)
+    return result_of(trainer, output_dir)
+
+
+def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
+    """Everything that needs no weight: (data, base folder, tokenizer), or the error a user can mend."""
+    from halfbyte.checkpoint.skeleton import Skeleton
+
+    build.pick_device(config)
+    folder = preflight.base_folder(config)
+    preflight.check_sequence_len(folder, config.sequence_len)
+    preflight.check_targets(Skeleton.from_folder(folder).model, config)
+    tokenizer = preflight.load_tokenizer(folder)
+    data = load_data(config, tokenizer)
+    preflight.check_output_dir(Path(config.output_dir), resuming=resuming)
+    return data, folder, tokenizer
+
+
+def run_identity(config: TrainConfig, data: Data) -> dict[str, Any]:
+    """What must not change for a run to continue where another stopped: the examples and their order."""
+    keys = ("micro_batch_size", "gradient_accumulation_steps", "sample_packing", "seed", "optimizer")
+    return {"training data": data.fingerprint()[:16], **{key: getattr(config, key) for key in keys}}
+
+
+def describe_adapter(model: Any) -> metadata.AdapterMetadata:
+    """The base layers under the adapter, with digests of their codes; taken once, since the base is frozen."""
+    names = [base_name(fqn) for fqn in nvfp4_modules(model) if fqn.endswith(".base_layer")]
+    return metadata.describe(model, names)
+
+
+def check_same_base(checkpoint: Path, model: Any) -> None:
+    """ValueError naming the layers, when the checkpoint's adapter was trained on a base with other codes."""
+    recorded = metadata.read(checkpoint)
+    if recorded is not None:
+        try:
+            metadata.check(recorded, model)
+        except ValueError as error:
+            raise ValueError(f"{checkpoint}: {error}") from None
+
+
+def make_trainer(
+    config: TrainConfig,
+    model: Any,
+    tokenizer: Any,
+    data: Data,
+    run: Mapping[str, Any],
+    described: metadata.AdapterMetadata,
+    *,
+    resuming: bool,
+) -> "Trainer":
+    """The trainer of a run, with what it shows and keeps."""
+    output_dir = Path(config.output_dir)
+    trainer = Trainer(
+        model=model,
+        args=build.trainer_arguments(config, evaluates=data.held_out is not None, resuming=resuming),
+        train_dataset=data.train,
+        eval_dataset=data.held_out,
+        processing_class=tokenizer,
+        optimizer_cls_and_kwargs=build.optimizer_cls_and_kwargs(config),
+        callbacks=[
+            callbacks.NothingLeft(),
+            callbacks.MetricsFile(output_dir / callbacks.METRICS),
+            callbacks.LossPlot(output_dir / callbacks.METRICS, output_dir / callbacks.PLOT),
+            callbacks.ProgressLine(),
+        ],
+        run=run,
+        described=described,
+        keep=config.save_total_limit,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+class Trainer(SFTTrainer):
+    """SFTTrainer whose checkpoints are complete or not there.
+
+    run        what a resumed run must share with this one (checkpoint/resume.py).
+    described  metadata of the adapter, written into its config.
+    keep       how many checkpoints to keep; None keeps all.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        run: Mapping[str, Any],
+        described: metadata.AdapterMetadata,
+        keep: int | None = None,
+        **kwargs: Any,
+    ):
+        self._run, self._described, self._keep = run, described, keep
+        self._staging: Path | None = None
+        self._tokens_logged = 0
+        super().__init__(*args, **kwargs)
+        self._clock = callbacks.Clock()
+        self.add_callback(self._clock)
+        self._tokens_per_example = mean_labels(self.eval_dataset) if self.eval_dataset is not None else 1.0
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging) if self._staging else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Trainer's own checkpoint, written into a staging folder, then sealed and renamed by rank 0."""
+        output_dir = Path(str(self.args.output_dir))
+        name = f"{resume.PREFIX}{self.state.global_step}"
+        self._staging = resume.staging_folder(output_dir)
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.is_world_process_zero():
+                metadata.write(self._staging / name, self._described)
+                resume.seal(self._staging / name, step=self.state.global_step, run=self._run)
+                resume.publish(self._staging / name, output_dir / name)
+                resume.rotate(output_dir, self._keep)
+            self.accelerator.wait_for_everyone()
+        except Exception as error:  # safetensors, torch and the system each report a full disk in their own way
+            resume.clear_staging(output_dir)
+            raise resume.save_failed(output_dir / name, error) from error
+        finally:
+            self._staging = None
+
+    def save_adapter(self, folder: Path) -> None:
+        """The adapter in PEFT's files, and the tokenizer, in a folder that is complete or not there."""
+        if not self.args.should_save:
+            return self.save_model(str(folder))  # a sharded model gathers on every rank; only rank 0 writes
+        resume.remove(folder)
+        with atomic_folder(folder) as partial:
+            self.save_model(str(partial))
+            (partial / "training_args.bin").unlink(missing_ok=True)
+            metadata.write(partial, self._described)
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """The batch's loss, scaled so that the evaluation's mean over examples is the mean over tokens.
+
+        Trainer averages batch means, which weighs a token in a short example more, and changes with the batch size.
+        """
+        inputs = self._prepare_inputs(inputs)
+        examples = inputs["input_ids"].shape[0] * (
+            self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        )
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=torch.tensor(examples))
+        return loss.detach() / self._tokens_per_example, None, None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds tokens per second (of training steps alone) and peak memory to the lines with a training loss."""
+        if "loss" in logs:
+            seconds, tokens = self._clock.lap(), self._total_train_tokens - self._tokens_logged
+            self._tokens_logged = self._total_train_tokens
+            logs["tokens_per_second"] = tokens / seconds if seconds else 0.0
+            logs["memory_gb"] = peak_memory_bytes() / 1e9
+        super().log(logs, start_time)
+
+
+def mean_labels(rows: Any) -> float:
+    """Mean number of predicted tokens per example; the first token is never predicted."""
+    return sum(label != IGNORED for labels in rows["labels"] for label in labels[1:]) / len(rows)
+
+
+def peak_memory_bytes() -> int:
+    """Of this process: on its GPU if it uses one, else resident."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def versions() -> dict[str, str]:
+    """Versions of what ran, and on what."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
+    return found | {package: importlib.metadata.version(package) for package in PACKAGES}
+
+
+def result_of(trainer: Trainer, output_dir: Path) -> RunResult:
+    """The run's result; the loss before training is read from the metrics, which a resumed run inherits."""
+    losses = [row["eval_loss"] for row in callbacks.read_metrics(output_dir / callbacks.METRICS) if "eval_loss" in row]
+    first, last = (losses[0], losses[-1]) if losses else (None, None)
+    return RunResult(output_dir / ADAPTER, trainer.state.global_step, first, last)
