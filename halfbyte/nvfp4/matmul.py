@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfbyte.nvfp4.dequantize import dequantize
-from halfbyte.nvfp4.format import NVFP4Parts, bytes_to_float
+from halfbyte.nvfp4.dequantize import decode
 
 
 class WeightOnlyMatmul(torch.autograd.Function):
@@ -26,19 +25,14 @@ class WeightOnlyMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
         ctx.save_for_backward(qdata, scale, global_scale)
-        return F.linear(x, dequantize(typed_parts(qdata, scale, global_scale), x.dtype))
+        return F.linear(x, decode(qdata, scale, global_scale, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         (grad,) = grads
-        return grad @ dequantize(typed_parts(*ctx.saved_tensors), grad.dtype), None, None, None
-
-
-def typed_parts(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> NVFP4Parts:
-    """The module's uint8 components, seen as the types that their bits mean. No copy."""
-    return NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), bytes_to_float(global_scale))
+        return grad @ decode(*ctx.saved_tensors, grad.dtype), None, None, None
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
