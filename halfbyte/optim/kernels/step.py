@@ -62,10 +62,10 @@ from halfbyte.optim.rounding import Counter
 State = dict[str, Tensor]
 
 
-def choose_path(device: torch.device, fmt: StateFormat, hyper: Hyper) -> Any:
-    """The module that serves a device: the fast one where it is available, else `step_ref`."""
+def choose_path(device: torch.device, dtype: torch.dtype, fmt: StateFormat, hyper: Hyper) -> Any:
+    """The module that serves parameters of a device and dtype: the fast one where it is available, else `step_ref`."""
     name = {"cuda": "step_triton", "cpu": "step_cpu"}.get(device.type)
-    if name is None:
+    if name is None or dtype == torch.float64:
         return step_ref
     try:
         fast = import_module(f"halfbyte.optim.kernels.{name}")
@@ -100,7 +100,7 @@ def step(
     for key, members in buckets.items():
         own = [params[i] for i in members]
         flat = [param.contiguous() for param in own]
-        (path or choose_path(key[0], fmt, hyper)).step(
+        (path or choose_path(key[0], key[1], fmt, hyper)).step(
             flat,
             [grads[i].contiguous() for i in members],
             [states[i] for i in members],

@@ -57,11 +57,12 @@ def _step_tensor(
     chunk = fmt.block_size * max(2, CHUNK // fmt.block_size // 2 * 2)
     for start in range(0, param.numel(), chunk):
         end = min(start + chunk, param.numel())
-        grad_chunk = grad[start:end].float()
+        grad_chunk = grad[start:end].to(torch.float32)
         if grad_scale is not None:
             grad_chunk = grad_chunk / grad_scale
         moments = _read(state, fmt, start, end)
-        value, moments = adam_update(param[start:end].float(), grad_chunk, moments, hyper, num_steps)
+        wide = param[start:end].to(torch.float64 if param.dtype == torch.float64 else torch.float32)
+        value, moments = adam_update(wide, grad_chunk, moments, hyper, num_steps)
         if counter is not None:
             value = round_stochastic(value, random_bits(counter, num_steps, start, end, param.device))
         param[start:end] = value
@@ -78,7 +79,7 @@ def adam_update(
     if hyper.weight_decay and hyper.decoupled:
         param = param * (1 - lr * hyper.weight_decay)
     elif hyper.weight_decay:
-        grad = grad + hyper.weight_decay * param
+        grad = grad + hyper.weight_decay * param.float()
     exp_avg = moments[0].lerp_(grad, 1 - beta1)
     exp_avg_sq = moments[1].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     new = [exp_avg, exp_avg_sq]

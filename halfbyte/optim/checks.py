@@ -1,0 +1,56 @@
+"""What an optimizer refuses, in a sentence each."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_options(group: dict[str, Any]) -> None:
+    """Hyper-parameters of a param group. Raises ValueError naming the first that is wrong."""
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{name} is a tensor of shape {list(value.shape)}, but must hold one value.")
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}, but must be >= 0.")
+    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"betas is {group['betas']}, but must be two numbers in [0, 1), e.g. (0.9, 0.999).")
+    least = group["min_quant_numel"]
+    if isinstance(least, bool) or not isinstance(least, int) or least < 0:
+        raise ValueError(f"min_quant_numel is {least!r}, but counts the values of a parameter: give an integer >= 0.")
+    if group["differentiable"]:
+        raise ValueError("differentiable=True is not supported: a quantized state has no gradient. Use torch.optim.")
+    if not isinstance(group["seed"], int):
+        raise ValueError(f"seed is {group['seed']!r}, but must be an integer.")
+
+
+def check_param(param: Tensor) -> None:
+    """A parameter's kind. Raises ValueError for what the step could not do right."""
+    if param.is_complex():
+        raise ValueError(
+            f"a parameter of shape {list(param.shape)} is {param.dtype}; its states cannot be quantized. Pass "
+            "torch.view_as_real(param), or put it into its own torch.optim.AdamW."
+        )
+    if param.requires_grad and param.dtype.itemsize == 1:
+        raise ValueError(
+            f"a trainable parameter of shape {list(param.shape)} is {param.dtype}; the step writes fp32, bf16, fp16 "
+            "and fp64 parameters only."
+        )
+    if param.layout != torch.strided:
+        raise ValueError(f"a parameter of shape {list(param.shape)} is {param.layout}; only dense ones are supported.")
+    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+        raise ValueError(
+            "the parameters belong to FullyShardedDataParallel (FSDP1), whose optim_state_dict cannot hold quantized "
+            "states, so a checkpoint would fail at the end of the run. Use torch.distributed.fsdp.fully_shard (FSDP2), "
+            "or torch.optim.AdamW."
+        )
+
+
+def check_grad(param: Tensor, grad: Tensor) -> None:
+    """Raises ValueError for a sparse gradient."""
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"the gradient of a parameter of shape {list(param.shape)} is {grad.layout}; only dense gradients are "
+            "supported. Use nn.Embedding(sparse=False), or torch.optim.SparseAdam for that parameter."
+        )
