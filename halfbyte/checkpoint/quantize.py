@@ -107,6 +107,7 @@ class Plan:
     copied   source keys that stay dense.
     dense    names of linears that stay dense -> why.
     specs    output key -> dtype and shape, in file order.
+    names    the model's names of all tensors.
     """
 
     format: Format
@@ -135,7 +136,8 @@ def make_plan(
     for key in keys:
         spec = source.spec(key)
         if key in linears and linears[key] not in dense:
-            weights[key] = format.plan(key.removesuffix(".weight"), (spec.shape[0], spec.shape[1]), activation, dtype)
+            fqn, shape = key.removesuffix(".weight"), (spec.shape[0], spec.shape[1])
+            weights[key] = format.plan(fqn, linears[key], shape, activation, dtype)
             specs |= {weights[key].keys[c]: weights[key].specs[c] for c in weights[key].keys}
         else:
             specs[key] = TensorSpec(cast_dtype(spec.dtype, source.dense_dtype), spec.shape)
@@ -143,7 +145,8 @@ def make_plan(
         raise ValueError(
             f"{source.path}: no layer to quantize. Linear layers found: {len(linears)}; all stay dense: {dense}."
         )
-    return Plan(format, weights, [key for key in keys if key not in weights], dense, specs, keys)
+    names = list(dict.fromkeys(skeleton.target(key).name for key in keys))
+    return Plan(format, weights, [key for key in keys if key not in weights], dense, specs, names)
 
 
 def without_tied_copies(source: DenseSource, skeleton: Skeleton) -> list[str]:
@@ -202,7 +205,7 @@ def write_weights(
     """Stream every tensor into the shards."""
     stored = {weight.fqn: weight for weight in plan.weights.values()}
     metadata = plan.format.file_metadata(plan.names, stored)
-    total = sum(source.spec(key).size_bytes for key in plan.names)
+    total = sum(source.spec(key).size_bytes for key in [*plan.weights, *plan.copied])
     done = 0
 
     def report(key: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.checkpoint.shards import INDEX_FILE, SINGLE_FILE
-from halfbyte.checkpoint.tensor_file import DTYPE_NAMES, TensorSpec
+from halfbyte.checkpoint.tensor_file import DTYPE_NAMES, DTYPES, TensorSpec
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -128,10 +128,10 @@ class ShardWriter:
 
 
 def plan_shards(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> dict[str, list[str]]:
-    """File name -> its keys, in the order their data lie: filled in the given order, then wide dtypes first, by name.
-
-    The order inside a file is the safetensors library's: it keeps every tensor aligned to its own dtype.
+    """File name -> its keys, in the order their data lie: files are filled in the given order, then sorted as the
+    safetensors library does, by dtype and name.
     """
+    rank = {dtype: position for position, dtype in enumerate(DTYPES.values())}
     groups: list[list[str]] = [[]]
     used = 0
     for key, spec in specs.items():
@@ -143,6 +143,6 @@ def plan_shards(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> dict[s
     total = len(groups)
     names = [SINGLE_FILE] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
     return {
-        name: sorted(keys, key=lambda key: (-specs[key].dtype.itemsize, key))
+        name: sorted(keys, key=lambda key: (rank[specs[key].dtype], key))
         for name, keys in zip(names, groups, strict=True)
     }

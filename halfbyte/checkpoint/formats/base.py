@@ -5,7 +5,7 @@ row-major) and writes one back under its own keys. Whatever is peculiar to it (a
 tensor) stays inside its file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,11 +21,19 @@ from halfbyte.nvfp4.linear import ActivationQuant
 NAN_BITS = 0x7F  # E4M3 has no infinity; 0x7F and 0xFF are its NaNs
 
 
+Rename = Callable[[str], str]
+
+
+def same_name(name: str) -> str:
+    return name
+
+
 @dataclass(frozen=True)
 class StoredWeight:
     """One NVFP4 weight as a folder holds it.
 
     fqn         the linear's name in the checkpoint, e.g. "model.layers.0.self_attn.q_proj".
+    model_fqn   its name in the model; another one where transformers renames keys while loading.
     shape       (out_features, in_features).
     keys        component ("qdata", "scale", "global_scale", "act_scale") -> key; only those that exist.
     specs       component -> dtype and shape on disk.
@@ -34,6 +42,7 @@ class StoredWeight:
     """
 
     fqn: str
+    model_fqn: str
     shape: tuple[int, int]
     keys: Mapping[str, str]
     specs: Mapping[str, TensorSpec]
@@ -42,7 +51,7 @@ class StoredWeight:
 
     @property
     def weight_name(self) -> str:
-        """The name a dense checkpoint would use."""
+        """The key a dense checkpoint would use."""
         return f"{self.fqn}.weight"
 
     @property
@@ -55,14 +64,22 @@ class Format(Protocol):
 
     name: str
 
-    def find(self, shards: Shards, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
-        """fqn -> weight, checked: complete, right dtypes and shapes, metadata present. ValueError otherwise."""
+    def find(self, shards: Shards, config: Mapping[str, Any], rename: Rename = same_name) -> dict[str, StoredWeight]:
+        """Checkpoint's fqn -> weight, checked: complete, right dtypes and shapes, metadata present, else ValueError.
+
+        rename  the checkpoint's name of a weight -> the model's.
+        """
 
     def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
         """The weight's parts. ValueError for a NaN scale, naming file and key."""
 
     def plan(
-        self, fqn: str, shape: tuple[int, int], activation: ActivationQuant | None, dtype: torch.dtype
+        self,
+        fqn: str,
+        model_fqn: str,
+        shape: tuple[int, int],
+        activation: ActivationQuant | None,
+        dtype: torch.dtype,
     ) -> StoredWeight:
         """How this format will store a new weight whose dense form has `dtype`."""
 
@@ -70,7 +87,7 @@ class Format(Protocol):
         """Key -> tensor, with the dtypes and shapes of `stored.specs`."""
 
     def file_metadata(self, names: list[str], weights: Mapping[str, StoredWeight]) -> dict[str, str]:
-        """Metadata for every file. names: all logical tensors in model order; weights: fqn -> stored."""
+        """Metadata for every file. names: all logical tensors, by the model's names; weights: fqn -> stored."""
 
     def declare(
         self, config: Mapping[str, Any], weights: Mapping[str, StoredWeight], dense_linears: list[str]

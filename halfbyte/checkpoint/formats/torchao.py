@@ -3,7 +3,8 @@
 Every shard's safetensors metadata holds `tensor_names` (a JSON list of all logical tensors) and, for each, a JSON with
 its type; for an NVFP4 weight also its attributes (torchao/prototype/safetensors/safetensors_utils.py, torchao 0.18).
 Keys are written in the library's order and spacing, so that equal weights give equal metadata, byte for byte. Block
-scales are swizzled or not, as the JSON says; a missing per-tensor scale means 1.0.
+scales are swizzled or not, as the JSON says; a missing per-tensor scale means 1.0. Where transformers renames keys
+while loading, keys have the hub's names and the metadata the model's: its own `save_pretrained` writes it so.
 """
 
 import json
@@ -13,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.checkpoint.formats.base import StoredWeight, check_global_scale, check_qdata, check_scales, check_spec
+from halfbyte.checkpoint.formats.base import (
+    Rename,
+    StoredWeight,
+    check_global_scale,
+    check_qdata,
+    check_scales,
+    check_spec,
+    same_name,
+)
 from halfbyte.checkpoint.shards import Shards
 from halfbyte.checkpoint.tensor_file import TensorSpec
 from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts
@@ -27,6 +36,7 @@ COMPONENTS = {
     "qdata": "qdata",
     "scale": "scale",
 }
+QDATA = "._weight_qdata"
 WEIGHT_ONLY = "NVFP4WeightOnlyConfig"
 DYNAMIC_ACTIVATION = "NVFP4DynamicActivationNVFP4WeightConfig"
 
@@ -36,25 +46,22 @@ class TorchaoFormat:
 
     name = "torchao"
 
-    def find(self, shards: Shards, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
-        names = _tensor_names(shards)
+    def find(self, shards: Shards, config: Mapping[str, Any], rename: Rename = same_name) -> dict[str, StoredWeight]:
+        names = set(_tensor_names(shards))
         found = {}
-        for name in names:
-            described = _described(shards, name)
-            if described["_type"] == "Tensor":
+        for key in shards:
+            if not key.endswith(QDATA):
                 continue
-            if described["_type"] != "NVFP4Tensor":
-                raise ValueError(
-                    f"{shards.folder}: {name} is stored as {described['_type']}, expected NVFP4Tensor or Tensor."
-                )
-            stored = _stored(shards, name, described)
-            found[stored.fqn] = stored
-        claimed = {key for stored in found.values() for key in stored.keys.values()}
-        stray = [key for key in shards if key.endswith("._weight_qdata") and key not in claimed]
-        if stray:
-            raise ValueError(
-                f"{shards.path_of(stray[0])}: {stray[0]} is there, but the file's metadata does not describe it."
-            )
+            fqn = key.removesuffix(QDATA)
+            name = _listed_name(shards, f"{fqn}.weight", rename, names)
+            found[fqn] = _stored(shards, fqn, name, _described(shards, name))
+        described = {f"{stored.model_fqn}.weight" for stored in found.values()}
+        for name in names - described:
+            kind = _described(shards, name)["_type"]
+            if kind == "NVFP4Tensor":
+                raise ValueError(f"{shards.folder}: metadata lists {name}, but its codes (...{QDATA}) are in no file.")
+            if kind != "Tensor":
+                raise ValueError(f"{shards.folder}: {name} is stored as {kind}, expected NVFP4Tensor or Tensor.")
         return found
 
     def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
@@ -73,7 +80,12 @@ class TorchaoFormat:
         return NVFP4Parts(shards.read(stored.keys["qdata"]), scale, global_scale)
 
     def plan(
-        self, fqn: str, shape: tuple[int, int], activation: ActivationQuant | None, dtype: torch.dtype
+        self,
+        fqn: str,
+        model_fqn: str,
+        shape: tuple[int, int],
+        activation: ActivationQuant | None,
+        dtype: torch.dtype,
     ) -> StoredWeight:
         rows, cols = shape
         specs = {
@@ -92,7 +104,7 @@ class TorchaoFormat:
         }
         attribute = {ours: theirs for theirs, ours in COMPONENTS.items()}
         keys = {component: f"{fqn}._weight_{attribute[component]}" for component in specs}
-        return StoredWeight(fqn, shape, keys, specs, activation, details)
+        return StoredWeight(fqn, model_fqn, shape, keys, specs, activation, details)
 
     def encode(self, stored: StoredWeight, parts: NVFP4Parts) -> dict[str, Tensor]:
         scale = swizzle(parts.scale) if stored.details["is_swizzled_scales"] else parts.scale
@@ -105,7 +117,7 @@ class TorchaoFormat:
         return {stored.keys[c]: tensor.reshape(stored.specs[c].shape) for c, tensor in tensors.items()}
 
     def file_metadata(self, names: list[str], weights: Mapping[str, StoredWeight]) -> dict[str, str]:
-        described = {stored.weight_name: _describe(stored) for stored in weights.values()}
+        described = {f"{stored.model_fqn}.weight": _describe(stored) for stored in weights.values()}
         metadata = {name: json.dumps(described.get(name, {"_type": "Tensor"})) for name in names}
         return {**metadata, "tensor_names": json.dumps(names)}
 
@@ -157,13 +169,19 @@ def _described(shards: Shards, name: str) -> dict[str, Any]:
     return described
 
 
-def _stored(shards: Shards, name: str, described: dict[str, Any]) -> StoredWeight:
+def _listed_name(shards: Shards, name: str, rename: Rename, names: set[str]) -> str:
+    """The name under which the metadata lists a weight: transformers writes the model's, beside the hub's keys."""
+    for candidate in (name, rename(name)):
+        if candidate in names:
+            return candidate
+    key = name.removesuffix(".weight") + QDATA
+    raise ValueError(f"{shards.path_of(key)}: {key} is there, but the metadata's tensor_names does not list {name}.")
+
+
+def _stored(shards: Shards, fqn: str, name: str, described: dict[str, Any]) -> StoredWeight:
     """One weight, from its JSON and the headers; complains of whatever does not fit together."""
-    fqn, _, parameter = name.rpartition(".")
-    if parameter != "weight":
-        raise ValueError(
-            f"{shards.folder}: {name} is NVFP4, but not the weight of a linear layer. Only those are supported."
-        )
+    if described["_type"] != "NVFP4Tensor":
+        raise ValueError(f"{shards.folder}: {name} is stored as {described['_type']}, expected NVFP4Tensor.")
     try:
         details = described["_data"]
         attributes = list(described["_tensor_data_names"])
@@ -181,7 +199,8 @@ def _stored(shards: Shards, name: str, described: dict[str, Any]) -> StoredWeigh
             raise ValueError(f"{shards.folder}: {key} is in no file, but {name} needs it. Fetch the checkpoint again.")
     specs = {component: shards.spec(key) for component, key in keys.items()}
     shape = _check_specs(shards, keys, specs, swizzled)
-    return StoredWeight(fqn, shape, keys, specs, _activation(shards, name, keys, details), details)
+    activation = _activation(shards, name, keys, details)
+    return StoredWeight(fqn, name.removesuffix(".weight"), shape, keys, specs, activation, details)
 
 
 def _check_specs(shards: Shards, keys: dict[str, str], specs: dict[str, TensorSpec], swizzled: bool) -> tuple[int, int]:
