@@ -22,6 +22,7 @@ from halfbyte.checkpoint.output import DISK_FULL
 MARKER = "halfbyte_checkpoint.json"
 STAGING = ".unfinished"
 PREFIX = "checkpoint-"
+FULL_SIGNS = ("No space left", "unexpected pos")  # of a full disk: in safetensors' error, in torch.save's
 
 
 def staging_folder(output_dir: Path) -> Path:
@@ -132,8 +133,9 @@ def save_failed(final: Path, error: BaseException) -> OSError:
     free = shutil.disk_usage(output_dir).free / 1e9
     kept = complete_checkpoints(output_dir)
     remedy = f"{kept[-1].name} is complete" if kept else "no earlier checkpoint exists"
-    full = isinstance(error, OSError) and error.errno in DISK_FULL
-    cause = "the disk is full" if full else " ".join(str(error).split())[:200]
+    text = " ".join(str(error).split())[:200]
+    full = isinstance(error, OSError) and error.errno in DISK_FULL or any(sign in text for sign in FULL_SIGNS)
+    cause = "the disk is full" if full else text
     code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
     return SaveError(
         code,

@@ -42,7 +42,7 @@ def quiet_libraries() -> None:
     import warnings
 
     for name in ("torchao", "torch.utils._pytree", "DeepSpeed"):  # they log while they are imported
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     import datasets
     import transformers

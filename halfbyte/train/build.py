@@ -8,6 +8,8 @@ import torch
 
 from halfbyte.checkpoint.load import load_model
 from halfbyte.nvfp4.convert import nvfp4_modules
+from halfbyte.parallel import synchronize, together
+from halfbyte.parallel.launch import rank
 from halfbyte.train.config import OptimizerName, TrainConfig
 from halfbyte.train.preflight import check_targets
 
@@ -22,6 +24,7 @@ OPTIMIZERS: dict[OptimizerName, tuple[str, str, dict[str, Any]]] = {
     "adamw_torch_4bit": ("halfbyte.optim", "AdamW4bit", {}),
     "ao_adamw_fp8": ("halfbyte.optim", "AdamWFp8", {}),
 }
+LOAD_TIMEOUT_S = 3600.0  # ranks without weights wait this long for the one that reads them
 NEVER = 10**9  # in steps; Trainer still saves at the end
 
 
@@ -40,18 +43,23 @@ def use_bf16(config: TrainConfig, device: torch.device) -> bool:
 
 
 def build_model(config: TrainConfig, folder: Path) -> Any:
-    """The frozen NVFP4 base with its adapter: a `peft.PeftModel`, on the CPU until the trainer moves it.
+    """The frozen NVFP4 base with its adapter: a `peft.PeftModel`, the same on every rank of a launch.
 
-    raises   ValueError for an unknown attention or a base without NVFP4 weights.
+    Rank 0 alone reads the weights; the others get them from it, after the models have been compared.
+    raises   ValueError for an unknown attention or a base without NVFP4 weights, on all ranks.
     """
-    base = load_base(config, folder)
-    return attach_adapter(config, base)
+    device = pick_device(config)
+    with together("Loading the base", timeout=LOAD_TIMEOUT_S):
+        base = load_base(config, folder, device if rank() == 0 else torch.device("meta"))
+        model = attach_adapter(config, base)
+    synchronize(model, device=device)
+    return model
 
 
-def load_base(config: TrainConfig, folder: Path) -> Any:
+def load_base(config: TrainConfig, folder: Path, device: torch.device) -> Any:
     """The frozen base in the dtype of the run."""
     bf16 = use_bf16(config, pick_device(config))
-    base = load_model(folder, dtype=torch.bfloat16 if bf16 else torch.float32)
+    base = load_model(folder, dtype=torch.bfloat16 if bf16 else torch.float32, device=device)
     if not nvfp4_modules(base):
         raise ValueError(f"{folder}: base_model has no NVFP4 weight; make such a base with `halfbyte quantize`")
     if config.attn_implementation:
@@ -71,7 +79,7 @@ def attach_adapter(config: TrainConfig, base: Any) -> Any:
 
     check_targets(base, config)
     set_seed(config.seed)
-    return get_peft_model(base, lora_config(config))
+    return get_peft_model(base, lora_config(config), low_cpu_mem_usage=base.device.type == "meta")
 
 
 def lora_config(config: TrainConfig) -> Any:

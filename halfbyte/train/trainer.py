@@ -23,6 +23,8 @@ from halfbyte.checkpoint.output import atomic_folder
 from halfbyte.lora import metadata
 from halfbyte.lora.names import base_name
 from halfbyte.nvfp4.convert import nvfp4_modules
+from halfbyte.parallel.agree import together, world_size
+from halfbyte.parallel.launch import process_group, rank
 from halfbyte.train import build, callbacks, preflight
 from halfbyte.train.config import TrainConfig, dump_config
 from halfbyte.train.data import Data, load_data
@@ -32,6 +34,8 @@ from halfbyte.train.packing import check_packing
 ADAPTER = "adapter"
 CONFIG = "config.yaml"
 VERSIONS = "versions.json"
+PREPARE_TIMEOUT_S = 3600.0  # ranks wait this long for each other; reading a large data set takes a while
+SAVE_TIMEOUT_S = 600.0
 PACKAGES = ("halfbyte", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
 
 
@@ -51,20 +55,29 @@ def train(config: TrainConfig) -> RunResult:
     raises   ValueError, FileNotFoundError, FileExistsError or PermissionError for what the user can mend, most of them
              before any weight is loaded; OSError when a checkpoint cannot be written.
     """
+    with process_group(build.pick_device(config)):
+        return train_on_this_rank(config)
+
+
+def train_on_this_rank(config: TrainConfig) -> RunResult:
+    """`train`, as one process of a launch or as the only one; what fails on one rank is raised on all."""
     output_dir = Path(config.output_dir)
-    checkpoint = resume.find_checkpoint(output_dir, config.resume_from_checkpoint)
-    data, folder, tokenizer = prepare(config, resuming=checkpoint is not None)
-    run = run_identity(config, data)
-    if checkpoint is not None:
-        resume.check_same_run(checkpoint, run)
-    print(data.summary(), flush=True)
+    with together("Preparing the run", timeout=PREPARE_TIMEOUT_S):
+        checkpoint = resume.find_checkpoint(output_dir, config.resume_from_checkpoint)
+        data, folder, tokenizer = prepare(config, resuming=checkpoint is not None)
+        run = run_identity(config, data)
+        if checkpoint is not None:
+            resume.check_same_run(checkpoint, run)
+    if rank() == 0:
+        print(data.summary(), flush=True)
 
     model = build.build_model(config, folder)
-    if config.sample_packing:
-        check_packing(model, tokenizer.pad_token_id)
-    described = describe_adapter(model)
-    if checkpoint is not None:
-        check_same_base(checkpoint, model)
+    with together("Checking the run", timeout=PREPARE_TIMEOUT_S):
+        if config.sample_packing:
+            check_packing(model, tokenizer.pad_token_id)
+        described = describe_adapter(model)
+        if checkpoint is not None:
+            check_same_base(checkpoint, model)
 
     trainer = make_trainer(config, model, tokenizer, data, run, described, resuming=checkpoint is not None)
     if trainer.is_world_process_zero():
@@ -86,14 +99,16 @@ def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
     preflight.check_targets(Skeleton.from_folder(folder).model, config)
     tokenizer = preflight.load_tokenizer(folder)
     data = load_data(config, tokenizer)
-    preflight.check_output_dir(Path(config.output_dir), resuming=resuming)
+    if rank() == 0:  # one rank: another's test file would make the folder look used
+        preflight.check_output_dir(Path(config.output_dir), resuming=resuming)
     return data, folder, tokenizer
 
 
 def run_identity(config: TrainConfig, data: Data) -> dict[str, Any]:
     """What must not change for a run to continue where another stopped: the examples and their order."""
-    keys = ("micro_batch_size", "gradient_accumulation_steps", "sample_packing", "seed", "optimizer")
-    return {"training data": data.fingerprint()[:16], **{key: getattr(config, key) for key in keys}}
+    per_step = config.micro_batch_size * config.gradient_accumulation_steps * world_size()
+    same = {key: getattr(config, key) for key in ("sample_packing", "seed", "optimizer")}
+    return {"training data": data.fingerprint()[:16], "examples per step": per_step, **same}
 
 
 def describe_adapter(model: Any) -> metadata.AdapterMetadata:
@@ -178,14 +193,14 @@ class Trainer(SFTTrainer):
         name = f"{resume.PREFIX}{self.state.global_step}"
         self._staging = resume.staging_folder(output_dir)
         try:
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self.is_world_process_zero():
-                metadata.write(self._staging / name, self._described)
-                resume.seal(self._staging / name, step=self.state.global_step, run=self._run)
-                resume.publish(self._staging / name, output_dir / name)
-                resume.rotate(output_dir, self._keep)
-            self.accelerator.wait_for_everyone()
+            with together(f"Writing {name}", timeout=SAVE_TIMEOUT_S):
+                super()._save_checkpoint(model, trial)
+            with together(f"Sealing {name}", timeout=SAVE_TIMEOUT_S):
+                if self.is_world_process_zero():
+                    metadata.write(self._staging / name, self._described)
+                    resume.seal(self._staging / name, step=self.state.global_step, run=self._run)
+                    resume.publish(self._staging / name, output_dir / name)
+                    resume.rotate(output_dir, self._keep)
         except Exception as error:  # safetensors, torch and the system each report a full disk in their own way
             resume.clear_staging(output_dir)
             raise resume.save_failed(output_dir / name, error) from error
@@ -194,13 +209,14 @@ class Trainer(SFTTrainer):
 
     def save_adapter(self, folder: Path) -> None:
         """The adapter in PEFT's files, and the tokenizer, in a folder that is complete or not there."""
-        if not self.args.should_save:
-            return self.save_model(str(folder))  # a sharded model gathers on every rank; only rank 0 writes
-        resume.remove(folder)
-        with atomic_folder(folder) as partial:
-            self.save_model(str(partial))
-            (partial / "training_args.bin").unlink(missing_ok=True)
-            metadata.write(partial, self._described)
+        with together("Saving the adapter", timeout=SAVE_TIMEOUT_S):
+            if not self.args.should_save:
+                return self.save_model(str(folder))  # a sharded model gathers on every rank; only rank 0 writes
+            resume.remove(folder)
+            with atomic_folder(folder) as partial:
+                self.save_model(str(partial))
+                (partial / "training_args.bin").unlink(missing_ok=True)
+                metadata.write(partial, self._described)
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -131,7 +131,9 @@ def test_another_base_is_refused(killed, config, tmp_path, base) -> None:
     tensors["model.layers.1.mlp.up_proj._weight_qdata"][3, 5] ^= 1
     save_file(tensors, other / "model.safetensors", about)
     checkpoint = str(killed / "checkpoint-6")
-    with pytest.raises(ValueError, match=r"checkpoint-6: .*another base: 1 of 14 layers differ.*layers\.1\.mlp\.up_proj"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint-6: .*another base: 1 of 14 layers differ.*layers\.1\.mlp\.up_proj"
+    ):
         train(config(tmp_path / "out", base_model=str(other), resume_from_checkpoint=checkpoint))
 
 

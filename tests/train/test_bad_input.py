@@ -1,0 +1,96 @@
+"""Whatever a user can get wrong is one sentence: found, expected, what to do. On the command line, with exit code 2."""
+
+import json
+import shutil
+
+import pytest
+
+from halfbyte.cli.main import main
+from halfbyte.train.config import dump_config
+from halfbyte.train.trainer import train
+from tests.train import tiny
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"base_model": "no/such/folder"}, "no/such/folder: no such file or folder"),
+        ({"base_model": "someone/some-model"}, "someone/some-model: .*Hub could not be asked"),
+        ({"datasets": ["missing.jsonl"]}, "missing.jsonl: no such data file"),
+        ({"sequence_len": 512}, "sequence_len is 512, but the model's limit is 256"),
+        ({"lora_target_modules": ["q_proj", "w_proj"]}, "'w_proj' matches no linear layer; the model has down_proj"),
+        ({"lora_target_modules": ".*w_proj"}, r"'\.\*w_proj' matches no linear layer"),
+        ({"lora_target_modules": []}, "matches no linear layer"),
+        ({"lora_modules_to_save": ["head"]}, "'head' matches no module"),
+        ({"device": "cuda"}, "device is cuda, but"),
+        ({"attn_implementation": "flash_attention_2"}, "attn_implementation 'flash_attention_2'"),
+    ],
+)
+def test_refused_before_training(change, message, config, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train(config(tmp_path / "out", **change))
+    assert not (tmp_path / "out" / "config.yaml").exists()
+
+
+def test_a_dense_base_is_refused_with_the_command_that_helps(config, base, tmp_path) -> None:
+    with pytest.raises(ValueError, match="has no NVFP4 weight.*halfbyte quantize"):
+        train(config(tmp_path / "out", base_model=str(base) + "-dense"))
+
+
+def test_output_dir_not_empty(config, tmp_path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="output_dir is not empty.*resume_from_checkpoint"):
+        train(config(tmp_path))
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_output_dir_not_writable(name, config, tmp_path) -> None:
+    """A file stands where the folder should be: the one refusal that also meets root."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="output_dir"):
+        train(config(tmp_path / name))
+
+
+def test_resume_without_a_checkpoint(config, tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        train(config(tmp_path / "out", resume_from_checkpoint=True))
+
+
+def test_tokenizer_missing_or_without_padding(config, base, tmp_path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(base, bare)
+    for path in bare.glob("*token*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="no tokenizer that transformers can read"):
+        train(config(tmp_path / "out", base_model=str(bare)))
+
+
+def test_the_command_line_says_it_in_one_line(config, tmp_path, capsys) -> None:
+    """From YAML file to exit code: a wrong override, a wrong column, and no traceback anywhere."""
+    rows = tiny.write_lines(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(config(tmp_path / "out", datasets=[str(rows)])))
+    for override, message in (("lora_rank=3", "did you mean 'lora_r'"), ("lora_r=3", "found columns question, answer")):
+        with pytest.raises(SystemExit) as leaving:
+            main(["train", str(path), override])
+        error = capsys.readouterr().err
+        assert leaving.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+        assert message in error and "Traceback" not in error
+
+
+def test_the_keys_are_listed_by_the_command(capsys) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["train", "--keys"])
+    assert not leaving.value.code
+    assert "learning_rate (0.0002): Peak learning rate." in capsys.readouterr().out
+
+
+def test_a_base_without_limit_takes_any_length(base, tmp_path) -> None:
+    from halfbyte.train.preflight import check_sequence_len
+
+    config = json.loads((base / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_sequence_len(tmp_path, 10**6)
