@@ -28,7 +28,7 @@ from halfbyte.nvfp4.dequantize import dequantize
 from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts
 from halfbyte.nvfp4.linear import ActivationQuant
 from halfbyte.nvfp4.quantize import largest_magnitude, quantize, row_chunks
-from halfbyte.nvfp4.scaling import global_scale_for
+from halfbyte.nvfp4.scaling import LARGEST_BLOCK_SCALE, global_scale_for
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in total, what is being done
 ACTIVATIONS = {"none": None, "dynamic": ActivationQuant(scale=None)}
@@ -84,14 +84,16 @@ def quantize_checkpoint(
     memory       a few tensors.
     raises       ValueError, FileNotFoundError, FileExistsError; OSError for a full disk. `out` is then not there.
     """
-    if activations not in ACTIVATIONS:
-        raise ValueError(f"activations is {activations!r}, expected {' or '.join(ACTIVATIONS)}.")
+    for what, value, choices in (("scales", scales, LARGEST_BLOCK_SCALE), ("activations", activations, ACTIVATIONS)):
+        if value not in choices:
+            raise ValueError(f"{what} is {value!r}, expected {' or '.join(choices)}.")
+    max_shard_bytes = parse_size(max_shard_size)
     source = open_source(src)
     try:
         size_before = source.size_bytes
         plan = make_plan(source, exclude, lm_head, ACTIVATIONS[activations], FORMATS["torchao"])
         with atomic_folder(out) as folder:
-            layers = write_weights(source, plan, folder, scales, parse_size(max_shard_size), progress)
+            layers = write_weights(source, plan, folder, scales, max_shard_bytes, progress)
             write_rest(source, plan, folder, scales)
     finally:
         source.close()
