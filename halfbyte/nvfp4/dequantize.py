@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfbyte.numerics.e2m1 import E2M1_VALUES
 from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts, bytes_to_float, float_to_bytes
+from halfbyte.nvfp4.kernels.available import has_triton
 
 CHUNK_VALUES = 1 << 20
 E2M1_PAIRS = torch.tensor([[E2M1_VALUES[byte & 15], E2M1_VALUES[byte >> 4]] for byte in range(256)])
@@ -25,6 +26,25 @@ def dequantize(parts: NVFP4Parts, dtype: torch.dtype = torch.float32) -> Tensor:
 @torch.library.custom_op("halfbyte::nvfp4_decode", mutates_args=())
 def decode(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`dequantize` of the uint8 components: qdata [N, K/2], scale [N, K/16], global_scale [4] -> [N, K]."""
+    return decode_reference(qdata, scale, global_scale, dtype)
+
+
+@decode.register_kernel("cuda")
+def _(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    if not has_triton():
+        return decode_reference(qdata, scale, global_scale, dtype)
+    from halfbyte.nvfp4.kernels.dequantize_triton import dequantize as decode_triton
+
+    return decode_triton(qdata, scale, bytes_to_float(global_scale), dtype)
+
+
+@decode.register_fake
+def _(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return qdata.new_empty(qdata.shape[0], 2 * qdata.shape[1], dtype=dtype)
+
+
+def decode_reference(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`decode` in plain PyTorch, on any device."""
     n, half_k = qdata.shape
     block_scale = E4M3_VALUES.to(qdata.device) * bytes_to_float(global_scale)
     pairs = E2M1_PAIRS.to(qdata.device)
@@ -36,11 +56,6 @@ def decode(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtyp
         rows = slice(start, start + step)
         out[rows] = decode_rows(qdata[rows], scale[rows], block_scale, pairs)
     return out
-
-
-@decode.register_fake
-def _(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return qdata.new_empty(qdata.shape[0], 2 * qdata.shape[1], dtype=dtype)
 
 
 def decode_rows(qdata: Tensor, scale: Tensor, block_scale: Tensor, pairs: Tensor) -> Tensor:

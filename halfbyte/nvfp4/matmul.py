@@ -35,11 +35,12 @@ class WeightOnlyMatmul(torch.autograd.Function):
         return grad @ decode(*ctx.saved_tensors, grad.dtype), None, None, None
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Dtype in which the product runs: autocast's where autocast is on, else x's."""
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast wants products with x, or None where it is off, unknown (meta) or does not apply."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+        return None
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,9 +48,9 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: 
 
     Under autocast the product runs in autocast's dtype, and the result comes back in x's.
     """
-    dtype = compute_dtype(x)
-    with torch.autocast(x.device.type, enabled=False):
-        y = WeightOnlyMatmul.apply(x.to(dtype), qdata, scale, global_scale)
-        if bias is not None:
-            y = y + bias.to(dtype)
-    return y.to(x.dtype)
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        with torch.autocast(x.device.type, enabled=False):
+            return linear(x.to(dtype), qdata, scale, global_scale, bias).to(x.dtype)
+    y = WeightOnlyMatmul.apply(x, qdata, scale, global_scale)
+    return y if bias is None else y + bias.to(x.dtype)

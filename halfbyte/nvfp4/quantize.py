@@ -4,7 +4,7 @@ Source: torchao 0.18, prototype/mx_formats/nvfp4_tensor.py (`nvfp4_quantize`). I
 / global_scale, clamped to [2^-6, 448], to E4M3; then x * ((1 / global_scale) / scale), clamped to +-6, to the nearest
 code. The product with a reciprocal is not a division: an exact tie may fall to either side, so the order is the format.
 Where we differ: a weight of zeros gets a usable scale (torchao: NaN), NaN and infinity are refused, and weights too
-small for 1/global_scale to be finite are served by the smallest scale for which it is.
+small for a finite reciprocal of the scales (below 4e-33) are served by the smallest scale that has one.
 """
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from halfbyte.numerics import e2m1
 from halfbyte.numerics.packing import pack_nibbles
 from halfbyte.nvfp4.format import BLOCK_SIZE, E4M3_MAX, E4M3_MIN_NORMAL, NVFP4Parts, check_in_features
+from halfbyte.nvfp4.kernels.available import has_triton
 from halfbyte.nvfp4.scaling import LARGEST_BLOCK_SCALE, SMALLEST, global_scale_for
 
 CHUNK_VALUES = 1 << 18  # rows are quantized about this many values at a time: temporaries stay in cache
@@ -37,6 +38,11 @@ def quantize(
         if global_scale is None:
             global_scale = global_scale_for(amax, scales=scales)
         global_scale = check_global_scale(global_scale, weight.device, name)
+        if weight.is_cuda and scales == "max" and has_triton():
+            from halfbyte.nvfp4.kernels.quantize_triton import quantize as quantize_triton
+
+            qdata, scale = quantize_triton(weight, global_scale)
+            return NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), global_scale)
         n, k = weight.shape
         qdata = torch.empty(n, k // 2, dtype=torch.uint8, device=weight.device)
         scale = torch.empty(n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
@@ -119,7 +125,7 @@ def largest_magnitude(weight: Tensor, name: str = "weight") -> Tensor:
 
 
 def check_global_scale(global_scale: Tensor, device: torch.device, name: str) -> Tensor:
-    """The scale as fp32 [] on the device; ValueError unless it is finite, positive and has a finite reciprocal."""
+    """The scale as fp32 [] on the device; ValueError unless it is finite and not too small for reciprocals to be."""
     scale = torch.as_tensor(global_scale, dtype=torch.float32, device=device).detach().reshape(())
     value = scale.item()
     if not SMALLEST <= value < float("inf"):

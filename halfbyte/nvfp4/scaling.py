@@ -12,7 +12,7 @@ from halfbyte.nvfp4.format import E4M3_MAX
 
 # Four-Over-Six (arXiv 2512.02010) multiplies some block scales by 1.5; it leaves room by aiming at 256.
 LARGEST_BLOCK_SCALE = {"max": E4M3_MAX, "four-over-six": 256.0}
-SMALLEST = 2.0**-126  # below, 1/global_scale overflows, and torchao's quantizer turns zeros into NaN
+SMALLEST = 2.0**-120  # below, (1/global_scale) / 2^-6 overflows, and torchao's quantizer turns zeros into NaN
 MAX_STEPS = 64  # measured: runs of scales whose reciprocal does not return are far shorter
 
 
