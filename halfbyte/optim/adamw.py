@@ -149,9 +149,11 @@ class AdamW(Optimizer):
         )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
+        beta1, beta2 = group["betas"]
         return Hyper(
             group["lr"],
-            *group["betas"],
+            beta1,
+            beta2,
             group["eps"],
             group["weight_decay"],
             decoupled=self.decoupled_weight_decay,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.optim.formats import FORMATS, StateFormat, codebook
+from halfbyte.optim.formats import FORMATS, StateFormat
 from halfbyte.optim.state_ops import dequantize
 
 BNB_NESTED = "__bnb_optimizer_quant_state__"  # how bitsandbytes hides its tensors from FSDP
@@ -90,9 +90,3 @@ def _bitsandbytes_block(numel: int, num_blocks: int) -> int:
     raise ValueError(
         f"a bitsandbytes state has {numel} values in {num_blocks} blocks, which is none of its block sizes (256, 2048)."
     )
-
-
-def smallest_positive(fmt: StateFormat) -> float:
-    """The least positive value of the unsigned codebook."""
-    values = codebook(fmt.name, False)
-    return float(values[values > 0].min())

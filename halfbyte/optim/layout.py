@@ -46,14 +46,15 @@ class Layout(NamedTuple):
 def layout_of(shape: tuple[int, ...], fmt: StateFormat) -> Layout:
     """The layout of a parameter of this whole shape."""
     shape = tuple(shape) or (1,)
+    view: tuple[int, ...] = shape
     most = math.gcd(fmt.block_size, 64)
     if len(shape) == 1:
-        view, granule = shape, (1 if shape[0] <= LONG else most)
+        granule = 1 if shape[0] <= LONG else most
     elif shape[-1] % most == 0:
-        view, granule = shape, most
+        granule = most
     else:
         view = (shape[0], math.prod(shape[1:]))
-        granule = math.gcd(view[1], most) or 1
+        granule = math.gcd(view[-1], most)
     packed = fmt.bits == 4 and view[-1] % 2 == 0 and (len(shape) > 1 or shape[0] > LONG)
     codes = (*view[:-1], view[-1] // 2) if packed else shape
     return Layout(view, granule, codes, (*view[:-1], -(-view[-1] // granule)), packed)

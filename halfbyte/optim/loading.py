@@ -1,5 +1,6 @@
 """Loading a state dict: validate, convert where it differs, cast nothing, and say what was converted."""
 
+import math
 import warnings
 from collections import defaultdict
 from copy import deepcopy
@@ -81,29 +82,44 @@ def load_state(
     saved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in saved.items()}
     fmt = group_format(group) if is_quantized(param, group["min_quant_numel"]) else None
     step = torch.as_tensor(local_tensor(saved["step"]), dtype=torch.float32).reshape(()).to(device, copy=True)
-    state, source = {"step": step}, source_of(saved)
-    wanted = f"{fmt.name} blocks of {fmt.block_size}" if fmt else "fp32"
+    state: dict[str, Tensor] = {"step": step}
+    source = source_of(saved)
     if source == "halfbyte":
         assert saved_format is not None, "quantized states without a state_format in their param group"
         for name in _moments(saved):
             state |= _from_ours(param, saved, name, saved_format, fmt, changes)
-        return state
-    if source == "torchao":
-        moments = torchao_moments(saved)
-        for name, (codes, scale, found) in moments.items():
-            if fmt == found and not is_dtensor(param):
-                state |= {name: codes.clone(), name + "_scale": scale.clone()}
-                continue
-            changes.add(f"torchao {found.name} blocks of {found.block_size} to {wanted}")
-            values = dequantize(codes, scale, found, saved[name].numel(), signed=name == "exp_avg")
-            state |= _from_values(param, values.view(saved[name].shape), name, fmt)
-        return state
-    values = bitsandbytes_values(saved) if source == "bitsandbytes" else {n: saved[n] for n in _moments(saved)}
-    if source == "bitsandbytes" or fmt is not None:
-        changes.add(f"{source} to {wanted}")
-    for name, value in values.items():
-        state |= _from_values(param, value, name, fmt)
+    elif source == "torchao":
+        for name, (codes, scale, found) in torchao_moments(saved).items():
+            state |= _from_torchao(param, codes, scale, name, found, fmt, changes, tuple(saved[name].shape))
+    else:
+        values = bitsandbytes_values(saved) if source == "bitsandbytes" else {n: saved[n] for n in _moments(saved)}
+        if fmt is not None or source == "bitsandbytes":
+            changes.add(f"{source} to {_describe(fmt)}")
+        for name, value in values.items():
+            state |= _from_values(param, value, name, fmt)
     return state
+
+
+def _describe(fmt: StateFormat | None) -> str:
+    return f"{fmt.name} blocks of {fmt.block_size}" if fmt else "fp32"
+
+
+def _from_torchao(
+    param: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    name: str,
+    found: StateFormat,
+    fmt: StateFormat | None,
+    changes: set[str],
+    shape: tuple[int, ...],
+) -> dict[str, Tensor]:
+    """A moment from torchao's flat codes and scales: as they are where format and block size agree."""
+    if fmt == found and not is_dtensor(param) and shape == tuple(param.shape):
+        return {name: codes.clone(), name + "_scale": scale.clone()}
+    changes.add(f"torchao {_describe(found)} to {_describe(fmt)}")
+    values = dequantize(codes, scale, found, math.prod(shape), signed=name == "exp_avg")
+    return _from_values(param, values.view(shape), name, fmt)
 
 
 def _moments(saved: dict[str, Any]) -> list[str]:
@@ -120,7 +136,7 @@ def _from_ours(
 ) -> dict[str, Tensor]:
     codes, scales, signed = saved[name], saved[name + "_scale"], name == "exp_avg"
     if fmt is None:
-        changes.add(f"{saved_format.name} blocks of {saved_format.block_size} to fp32")
+        changes.add(f"{_describe(saved_format)} to fp32")
         values = whole_values(param, codes, scales, saved_format, signed=signed)
         return _from_values(param, values, name, None)
     new, scale, exact = import_moment(param, codes, scales, saved_format, fmt, signed=signed)
