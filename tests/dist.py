@@ -171,6 +171,7 @@ def _close_all() -> None:
 def _heavy_imports_of_this_process() -> list[str]:
     """What a test file has imported at its top is worth importing once, before the workers are forked."""
     names = ["transformers", "transformers.models.llama.modeling_llama", "transformers.trainer", "peft", "accelerate"]
+    names += ["datasets", "trl", "halfbyte.train.trainer"]
     return [name for name in names if name in sys.modules]
 
 
