@@ -12,16 +12,16 @@ operations and dtypes is fixed here, and does not depend on autocast, TF32, the 
 A zero delta returns the base's bytes in every mode.
 """
 
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from halfbyte.lora.snap_adapter import delta_chunks, snap_adapter
 from halfbyte.numerics.dither import column_keys, row_keys, thresholds
 from halfbyte.nvfp4.dequantize import dequantize
 from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts
-from halfbyte.nvfp4.quantize import encode_scale, quantize_rows, row_chunks
+from halfbyte.nvfp4.quantize import encode_scale, quantize_rows
 from halfbyte.nvfp4.snap import E2M1_MAX, snap
 
 Rounding = Literal["dither", "nearest"]
@@ -57,27 +57,18 @@ def merged_parts(
     check_factors(parts, lora_A, lora_B, name)
     if not lora_A.any() or not lora_B.any():
         return NVFP4Parts(*(component.clone() for component in parts))
-    n, k = parts.shape
+    if scales == "keep":
+        qdata = snap_adapter(parts, lora_A, lora_B, scaling, name=name, seed=seed, dither=rounding == "dither")
+        return NVFP4Parts(qdata, parts.scale.clone(), parts.global_scale.clone())
     qdata, scale = torch.empty_like(parts.qdata), parts.scale.clone()
-    columns = column_keys(seed, name, 0, k, parts.qdata.device)
+    columns = column_keys(seed, name, 0, parts.shape[1], parts.qdata.device)
     for rows, delta in delta_chunks(lora_A, lora_B, scaling):
         piece = NVFP4Parts(parts.qdata[rows], parts.scale[rows], parts.global_scale)
         threshold = None
         if rounding == "dither":
             threshold = thresholds(row_keys(seed, name, rows.start, len(delta), delta.device), columns)
-        if scales == "keep":
-            qdata[rows] = snap(piece, delta, threshold)
-        else:
-            qdata[rows], scale[rows] = requantize(piece, delta, threshold, dtype)
+        qdata[rows], scale[rows] = requantize(piece, delta, threshold, dtype)
     return NVFP4Parts(qdata, scale, parts.global_scale.clone())
-
-
-def delta_chunks(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, scaling * B[rows] @ A as fp32 [n, K]) over all rows, about a quarter of a million values at a time."""
-    with torch.autocast(lora_A.device.type, enabled=False):
-        factor_A = lora_A.detach().double()
-        for rows in row_chunks(lora_B.shape[0], lora_A.shape[1]):
-            yield rows, (lora_B[rows].detach().double() @ factor_A).mul_(scaling).float()
 
 
 def requantize(piece: NVFP4Parts, delta: Tensor, threshold: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.lora.merge import delta_chunks
+from halfbyte.lora.snap_adapter import delta_chunks
 from halfbyte.nvfp4.dequantize import dequantize
 from halfbyte.nvfp4.format import NVFP4Parts
 

@@ -1,0 +1,117 @@
+"""One operator for the merged codes on the base's own scales: what a merge-aware step computes and a merge writes.
+
+    qdata' = snap(base, fp32(scaling * (B @ A)), thresholds)
+
+On a CPU it goes a few rows at a time, so that the change in full size never exists; on a GPU one kernel does it all.
+The product is in fp64: products of fp32 factors are exact there and the sum's error is 2^-53, so another order of the
+terms reaches an fp32 bit about once in 10^8 elements, and a code far more rarely. CPU, GPU and every sharding agree.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from halfbyte.numerics.dither import low_word, thresholds
+from halfbyte.numerics.hashing import indexed_keys, key64, signed
+from halfbyte.nvfp4.format import NVFP4Parts
+from halfbyte.nvfp4.kernels.available import has_triton
+from halfbyte.nvfp4.quantize import row_chunks
+from halfbyte.nvfp4.snap import snap
+
+
+def snap_adapter(
+    parts: NVFP4Parts, lora_A: Tensor, lora_B: Tensor, scaling: float, *, name: str, seed: int, dither: bool
+) -> Tensor:
+    """Codes uint8 [N, K/2] of parts + scaling * lora_B @ lora_A. Checks nothing, and never waits for a GPU."""
+    row_key, column_key = (signed(key64(kind, seed, name)) for kind in ("row", "column"))
+    scale = parts.scale.view(torch.uint8)
+    return lora_snap(parts.qdata, scale, parts.global_scale, lora_A, lora_B, scaling, dither, row_key, column_key)
+
+
+@torch.library.custom_op("halfbyte::lora_snap", mutates_args=())
+def lora_snap(
+    qdata: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    dither: bool,
+    row_key: int,
+    column_key: int,
+) -> Tensor:
+    """Merged codes.
+
+    qdata uint8 [N, K/2], scale uint8 [N, K/16], global_scale fp32 []   the base.
+    lora_A [r, K], lora_B [N, r]   any float dtype.
+    dither                         False rounds to nearest; the keys are then not used.
+    row_key, column_key            64 bits each, of seed and name (numerics/dither.py).
+    """
+    return snap_rows(
+        NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), global_scale),
+        lora_A,
+        lora_B,
+        scaling,
+        (row_key, column_key) if dither else None,
+    )
+
+
+@lora_snap.register_kernel("cuda")
+def _(
+    qdata: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    dither: bool,
+    row_key: int,
+    column_key: int,
+) -> Tensor:
+    keys = (row_key, column_key) if dither else None
+    if not has_triton():
+        parts = NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), global_scale)
+        return snap_rows(parts, lora_A, lora_B, scaling, keys)
+    from halfbyte.nvfp4.kernels.snap_triton import snap_low_rank
+
+    return snap_low_rank(qdata, scale, global_scale, lora_A, lora_B, scaling, keys)
+
+
+@lora_snap.register_fake
+def _(
+    qdata: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    dither: bool,
+    row_key: int,
+    column_key: int,
+) -> Tensor:
+    return torch.empty_like(qdata, memory_format=torch.contiguous_format)
+
+
+def snap_rows(
+    parts: NVFP4Parts, lora_A: Tensor, lora_B: Tensor, scaling: float, keys: tuple[int, int] | None
+) -> Tensor:
+    """`lora_snap` in plain PyTorch, on any device."""
+    n, k = parts.shape
+    device = parts.qdata.device
+    qdata = torch.empty_like(parts.qdata, memory_format=torch.contiguous_format)
+    columns = None if keys is None else low_word(indexed_keys(keys[1], 0, k, device))
+    for rows, delta in delta_chunks(lora_A, lora_B, scaling):
+        threshold = None
+        if keys is not None and columns is not None:
+            threshold = thresholds(low_word(indexed_keys(keys[0], rows.start, len(delta), device)), columns)
+        qdata[rows] = snap(NVFP4Parts(parts.qdata[rows], parts.scale[rows], parts.global_scale), delta, threshold)
+    return qdata
+
+
+def delta_chunks(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, scaling * B[rows] @ A as fp32 [n, K]) over all rows, about a quarter of a million values at a time."""
+    with torch.autocast(lora_A.device.type, enabled=False):
+        factor_A = lora_A.detach().double()
+        for rows in row_chunks(lora_B.shape[0], lora_A.shape[1]):
+            yield rows, (lora_B[rows].detach().double() @ factor_A).mul_(scaling).float()
