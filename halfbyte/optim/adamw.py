@@ -207,7 +207,6 @@ class AdamW(Optimizer):
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
 
-    @torch._disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load our own state dict, or torch's AdamW's, torchao's or bitsandbytes' by converting.

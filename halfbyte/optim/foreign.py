@@ -80,6 +80,11 @@ def bitsandbytes_values(state: dict[str, Any]) -> dict[str, Tensor]:
     return values
 
 
+def holds_codes(state: dict[str, Any]) -> bool:
+    """Whether a bitsandbytes state is quantized; it keeps parameters below 4,096 values in fp32."""
+    return "qmap1" in {**state, **state.get(BNB_NESTED, {})}
+
+
 def _bitsandbytes_block(numel: int, num_blocks: int) -> int:
     """The block size that gives this number of blocks; bitsandbytes does not store it."""
     if num_blocks == 1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from halfbyte.optim.foreign import bitsandbytes_values, source_of, torchao_moments
+from halfbyte.optim.foreign import bitsandbytes_values, holds_codes, source_of, torchao_moments
 from halfbyte.optim.formats import StateFormat
 from halfbyte.optim.layout import import_moment, whole_values
 from halfbyte.optim.saving import group_format
@@ -66,7 +66,7 @@ def load_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[Any, Any]:
                 state[param] = load_state(param, saved, saved_format, group, changes)
     state.update(saved_states)  # what belongs to no parameter is kept as it is, as torch does
     if changes:
-        warnings.warn(f"optimizer states were converted on load: {'; '.join(sorted(changes))}.", stacklevel=4)
+        warnings.warn(f"optimizer states were converted on load: {'; '.join(sorted(changes))}.", stacklevel=3)
     return state
 
 
@@ -93,7 +93,7 @@ def load_state(
             state |= _from_torchao(param, codes, scale, name, found, fmt, changes, tuple(saved[name].shape))
     else:
         values = bitsandbytes_values(saved) if source == "bitsandbytes" else {n: saved[n] for n in _moments(saved)}
-        if fmt is not None or source == "bitsandbytes":
+        if fmt is not None or source == "bitsandbytes" and holds_codes(saved):
             changes.add(f"{source} to {_describe(fmt)}")
         for name, value in values.items():
             state |= _from_values(param, value, name, fmt)
