@@ -25,9 +25,9 @@ from halfbyte.checkpoint.skeleton import Skeleton
 from halfbyte.checkpoint.source import DenseSource, open_source
 from halfbyte.checkpoint.tensor_file import TensorSpec
 from halfbyte.nvfp4.dequantize import dequantize
-from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts
+from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts, row_chunks
 from halfbyte.nvfp4.linear import ActivationQuant
-from halfbyte.nvfp4.quantize import largest_magnitude, quantize, row_chunks
+from halfbyte.nvfp4.quantize import largest_magnitude, quantize
 from halfbyte.nvfp4.scaling import LARGEST_BLOCK_SCALE, global_scale_for
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in total, what is being done

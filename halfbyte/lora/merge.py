@@ -42,6 +42,8 @@ def merged_parts(
     rounding: Rounding = "dither",
     scales: Scales = "keep",
     dtype: torch.dtype = torch.float32,
+    row_offset: int = 0,
+    column_offset: int = 0,
 ) -> NVFP4Parts:
     """W' = Q(dequantize(parts) + scaling * lora_B @ lora_A), a new set of parts on the base's global scale.
 
@@ -51,6 +53,7 @@ def merged_parts(
               chooses the dither's thresholds.
     rounding  "dither" or "nearest"; scales "keep" (the base's block scales) or "fresh" (from the merged block maxima).
     dtype     the base's original dtype; only "nearest" rounds to it before the quantizer.
+    row_offset, column_offset   where a shard begins in the whole weight, so that it is rounded as the whole would be.
     raises    ValueError for an unknown mode, factors that do not fit, or a NaN or infinite factor.
     """
     check_modes(rounding, scales)
@@ -58,15 +61,25 @@ def merged_parts(
     if not lora_A.any() or not lora_B.any():
         return NVFP4Parts(*(component.clone() for component in parts))
     if scales == "keep":
-        qdata = snap_adapter(parts, lora_A, lora_B, scaling, name=name, seed=seed, dither=rounding == "dither")
+        qdata = snap_adapter(
+            parts,
+            lora_A,
+            lora_B,
+            scaling,
+            name=name,
+            seed=seed,
+            dither=rounding == "dither",
+            row_offset=row_offset,
+            column_offset=column_offset,
+        )
         return NVFP4Parts(qdata, parts.scale.clone(), parts.global_scale.clone())
     qdata, scale = torch.empty_like(parts.qdata), parts.scale.clone()
-    columns = column_keys(seed, name, 0, parts.shape[1], parts.qdata.device)
+    columns = column_keys(seed, name, column_offset, parts.shape[1], parts.qdata.device)
     for rows, delta in delta_chunks(lora_A, lora_B, scaling):
         piece = NVFP4Parts(parts.qdata[rows], parts.scale[rows], parts.global_scale)
         threshold = None
         if rounding == "dither":
-            threshold = thresholds(row_keys(seed, name, rows.start, len(delta), delta.device), columns)
+            threshold = thresholds(row_keys(seed, name, row_offset + rows.start, len(delta), delta.device), columns)
         qdata[rows], scale[rows] = requantize(piece, delta, threshold, dtype)
     return NVFP4Parts(qdata, scale, parts.global_scale.clone())
 

@@ -7,24 +7,37 @@ The product is in fp64: products of fp32 factors are exact there and the sum's e
 terms reaches an fp32 bit about once in 10^8 elements, and a code far more rarely. CPU, GPU and every sharding agree.
 """
 
+import importlib.util
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from halfbyte.numerics.dither import low_word, thresholds
-from halfbyte.numerics.hashing import indexed_keys, key64, signed
-from halfbyte.nvfp4.format import NVFP4Parts
+from halfbyte.numerics.hashing import GOLDEN, indexed_keys, key64, signed
+from halfbyte.nvfp4.format import NVFP4Parts, row_chunks
 from halfbyte.nvfp4.kernels.available import has_triton
-from halfbyte.nvfp4.quantize import row_chunks
-from halfbyte.nvfp4.snap import snap
+from halfbyte.nvfp4.snap import snap, step_inv
 
 
 def snap_adapter(
-    parts: NVFP4Parts, lora_A: Tensor, lora_B: Tensor, scaling: float, *, name: str, seed: int, dither: bool
+    parts: NVFP4Parts,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    *,
+    name: str,
+    seed: int,
+    dither: bool,
+    row_offset: int = 0,
+    column_offset: int = 0,
 ) -> Tensor:
-    """Codes uint8 [N, K/2] of parts + scaling * lora_B @ lora_A. Checks nothing, and never waits for a GPU."""
-    row_key, column_key = (signed(key64(kind, seed, name)) for kind in ("row", "column"))
+    """Codes uint8 [N, K/2] of parts + scaling * lora_B @ lora_A. Checks nothing, and never waits for a GPU.
+
+    row_offset, column_offset   where a shard begins in the whole weight, so that it is rounded as the whole would be.
+    """
+    row_key = signed(key64("row", seed, name) + row_offset * GOLDEN)
+    column_key = signed(key64("column", seed, name) + column_offset * GOLDEN)
     scale = parts.scale.view(torch.uint8)
     return lora_snap(parts.qdata, scale, parts.global_scale, lora_A, lora_B, scaling, dither, row_key, column_key)
 
@@ -48,13 +61,13 @@ def lora_snap(
     dither                         False rounds to nearest; the keys are then not used.
     row_key, column_key            64 bits each, of seed and name (numerics/dither.py).
     """
-    return snap_rows(
-        NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), global_scale),
-        lora_A,
-        lora_B,
-        scaling,
-        (row_key, column_key) if dither else None,
-    )
+    parts = NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), global_scale)
+    keys = (row_key, column_key) if dither else None
+    if qdata.device.type != "cpu" or not importlib.util.find_spec("numba"):
+        return snap_rows(parts, lora_A, lora_B, scaling, keys)
+    from halfbyte.nvfp4.kernels.snap_cpu import snap_low_rank
+
+    return snap_low_rank(qdata, step_inv(parts), lora_A, lora_B, scaling, keys)
 
 
 @lora_snap.register_kernel("cuda")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.numerics.e2m1 import E2M1_VALUES
-from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts, bytes_to_float, float_to_bytes
+from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts, bytes_to_float, float_to_bytes, row_chunks
 from halfbyte.nvfp4.kernels.available import has_triton
 
 CHUNK_VALUES = 1 << 20
@@ -48,12 +48,11 @@ def decode_reference(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: 
     n, half_k = qdata.shape
     block_scale = E4M3_VALUES.to(qdata.device) * bytes_to_float(global_scale)
     pairs = E2M1_PAIRS.to(qdata.device)
-    step = max(1, CHUNK_VALUES // max(2 * half_k, 1))
-    if n <= step:
+    chunks = row_chunks(n, 2 * half_k, CHUNK_VALUES)
+    if len(chunks) <= 1:
         return decode_rows(qdata, scale, block_scale, pairs).to(dtype)
     out = torch.empty(n, 2 * half_k, dtype=dtype, device=qdata.device)
-    for start in range(0, n, step):
-        rows = slice(start, start + step)
+    for rows in chunks:
         out[rows] = decode_rows(qdata[rows], scale[rows], block_scale, pairs)
     return out
 

@@ -61,6 +61,12 @@ def check_parts(parts: NVFP4Parts, name: str = "weight") -> None:
             )
 
 
+def row_chunks(n: int, k: int, values: int = 1 << 18) -> list[slice]:
+    """Slices over n rows of k columns, about so many values each (at least a row)."""
+    step = max(1, values // max(k, 1))
+    return [slice(start, min(start + step, n)) for start in range(0, n, step)]
+
+
 def float_to_bytes(value: Tensor) -> Tensor:
     """fp32 [] -> its four bytes, uint8 [4]."""
     return value.detach().reshape(1).view(torch.uint8)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfbyte.numerics import e2m1
 from halfbyte.numerics.packing import pack_nibbles
-from halfbyte.nvfp4.format import BLOCK_SIZE, E4M3_MAX, E4M3_MIN_NORMAL, NVFP4Parts, check_in_features
+from halfbyte.nvfp4.format import BLOCK_SIZE, E4M3_MAX, E4M3_MIN_NORMAL, NVFP4Parts, check_in_features, row_chunks
 from halfbyte.nvfp4.kernels.available import has_triton
 from halfbyte.nvfp4.scaling import LARGEST_BLOCK_SCALE, SMALLEST, global_scale_for
 
@@ -47,15 +47,9 @@ def quantize(
         qdata = torch.empty(n, k // 2, dtype=torch.uint8, device=weight.device)
         scale = torch.empty(n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
         encode_chunk = quantize_rows if scales == "max" else quantize_rows_four_over_six
-        for rows in row_chunks(n, k):
+        for rows in row_chunks(n, k, CHUNK_VALUES):
             qdata[rows], scale[rows] = encode_chunk(weight[rows].float(), global_scale)
     return NVFP4Parts(qdata, scale, global_scale)
-
-
-def row_chunks(n: int, k: int) -> list[slice]:
-    """Slices over n rows of k values, about CHUNK_VALUES values each."""
-    step = max(1, CHUNK_VALUES // max(k, 1))
-    return [slice(start, min(start + step, n)) for start in range(0, n, step)]
 
 
 def quantize_rows(x_NK: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
