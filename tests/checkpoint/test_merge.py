@@ -1,0 +1,378 @@
+"""Merging against PEFT on a dense copy, against the in-memory merge, and against what must not change."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from halfbyte.checkpoint.detect import read_config
+from halfbyte.checkpoint.formats.torchao import TorchaoFormat
+from halfbyte.checkpoint.load import load_dense_model, load_model
+from halfbyte.checkpoint.merge import merge_checkpoint
+from halfbyte.checkpoint.merge_report import AdapterLost
+from halfbyte.checkpoint.quantize import quantize_checkpoint
+from halfbyte.checkpoint.shards import Shards
+from halfbyte.lora import metadata as lora_metadata
+from halfbyte.lora.merge import merged_parts
+from halfbyte.nvfp4.convert import nvfp4_modules
+from halfbyte.nvfp4.dequantize import dequantize
+
+from .conftest import save_dense, tiny_config
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def make_adapter(folder: Path, base: Any, *, strength: float = 0.02, record: bool = True, **config: Any) -> Any:
+    """A trained-looking adapter on `base` (a model), saved by PEFT; returns the PeftModel."""
+    from peft import LoraConfig, get_peft_model
+
+    settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": LINEAR, "task_type": "CAUSAL_LM", **config}
+    names = list(nvfp4_modules(base))
+    described = lora_metadata.describe(base, names)
+    model = get_peft_model(base, LoraConfig(**settings))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "lora_embedding_A" in name or "modules_to_save" in name:
+                parameter.add_(strength * torch.randn(parameter.shape, generator=generator, dtype=torch.float32))
+    model.save_pretrained(folder)
+    if record:
+        lora_metadata.write(folder, described)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, ours: Path) -> Path:
+    folder = tmp_path_factory.mktemp("adapter") / "a"
+    make_adapter(folder, load_model(ours, dtype=torch.float32))
+    return folder
+
+
+def factors(folder: Path, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    return tensors[f"base_model.model.{layer}.lora_A.weight"], tensors[f"base_model.model.{layer}.lora_B.weight"]
+
+
+def read_parts(folder: Path) -> dict[str, Any]:
+    with Shards(folder) as shards:
+        found = TorchaoFormat().find(shards, read_config(folder))
+        return {fqn: TorchaoFormat().read(shards, stored) for fqn, stored in found.items()}
+
+
+def assert_same_bytes(a: Path, b: Path, *, but: tuple[str, ...] = ()) -> None:
+    with Shards(a) as first, Shards(b) as second:
+        assert set(first) == set(second)
+        for key, value in first.metadata.items():  # the list of names may come in another order
+            assert value == second.metadata[key] or sorted(json.loads(value)) == sorted(
+                json.loads(second.metadata[key])
+            )
+        for key in first:
+            if not key.endswith(but or ("no such ending",)):
+                x, y = first.read(key).reshape(-1).view(torch.uint8), second.read(key).reshape(-1).view(torch.uint8)
+                assert torch.equal(x, y), key
+
+
+# ---- to NVFP4
+
+
+def test_codes_are_the_in_memory_merge(tmp_path: Path, ours: Path, adapter: Path) -> None:
+    """Writer and trainer share one function; everything that is no code is the base's, byte for byte."""
+    report = merge_checkpoint(ours, adapter, tmp_path / "out", seed=7)
+    before, after = read_parts(ours), read_parts(tmp_path / "out")
+    for fqn, parts in before.items():
+        expected = merged_parts(parts, *factors(adapter, fqn), 2.0, name=fqn, seed=7)
+        assert torch.equal(after[fqn].qdata, expected.qdata)
+    assert_same_bytes(ours, tmp_path / "out", but=("_weight_qdata",))
+    assert (tmp_path / "out" / "config.json").read_text() == (ours / "config.json").read_text()
+    assert (tmp_path / "out" / "generation_config.json").exists()
+    record = json.loads((tmp_path / "out" / "halfbyte.json").read_text())
+    assert (record["seed"], record["rounding"], record["block_scales"]) == (7, "dither", "keep")
+    assert len(report.layers) == 14 and report.retained.kept > 0.85 and not report.warnings
+    assert record["retained"] == report.retained.kept
+
+
+def test_reloaded_model_answers_like_the_trained_one(
+    tmp_path: Path, ours: Path, adapter: Path, tokens: torch.Tensor, plain_load: Callable[..., Any]
+) -> None:
+    """SCENARIOS n6. The dithered file differs from the live model by rounding noise of a step of 4-bit codes in a few
+    weights, so logits must be nearer to the trained model's than to the base's; plain transformers reads the same."""
+    from peft import PeftModel
+
+    merge_checkpoint(ours, adapter, tmp_path / "out", scales="keep")
+    trained = PeftModel.from_pretrained(load_model(ours, dtype=torch.float32), adapter).eval()
+    with torch.no_grad():
+        wanted, base = trained(tokens).logits, load_model(ours, dtype=torch.float32)(tokens).logits
+        merged = load_model(tmp_path / "out", dtype=torch.float32)(tokens).logits
+        assert torch.equal(load_model(tmp_path / "out")(tokens).logits, plain_load(tmp_path / "out")(tokens).logits)
+    assert (merged - wanted).norm() < 0.7 * (base - wanted).norm()
+
+
+@pytest.mark.parametrize("scales", ["keep", "fresh"])
+@pytest.mark.parametrize("rounding", ["dither", "nearest"])
+def test_zero_adapter_gives_the_same_bytes(tmp_path: Path, theirs: Path, rounding: str, scales: str) -> None:
+    """SCENARIOS n19: whatever quantizer made the base. Codes are replaced by random ones, -0 included, and scales by
+    ones that no maximum explains; components lie in different shards (n17)."""
+    base = tmp_path / "base"
+    shutil.copytree(theirs, base)
+    generator = torch.Generator().manual_seed(0)
+    for path in base.glob("*.safetensors"):
+        with Shards(theirs) as shards:
+            metadata = shards.metadata
+        tensors = load_file(path)
+        for key, tensor in tensors.items():
+            if key.endswith("_weight_qdata"):
+                tensor.random_(0, 256, generator=generator)
+                tensor[0, 0] = 0x88
+            if key.endswith("_weight_scale"):
+                tensor.view(torch.uint8).random_(1, 0x7F, generator=generator)
+        save_file(tensors, path, metadata)
+    make_adapter(tmp_path / "adapter", load_model(base), strength=0.0)
+    report = merge_checkpoint(base, tmp_path / "adapter", tmp_path / "out", rounding=rounding, scales=scales)
+    assert_same_bytes(base, tmp_path / "out")
+    assert report.retained.kept == 1.0
+
+
+def test_nearest_loses_a_small_adapter_and_says_so(tmp_path: Path, ours: Path) -> None:
+    """SCENARIOS n7: refused with the number, nothing written; on request written, with a warning."""
+    make_adapter(tmp_path / "adapter", load_model(ours), strength=0.0005)
+    with pytest.raises(AdapterLost, match=r"Only \d+\.\d% .* less than the 85%.*Nothing was written") as lost:
+        merge_checkpoint(ours, tmp_path / "adapter", tmp_path / "out", rounding="nearest")
+    assert len(lost.value.report.layers) == 14 and lost.value.report.retained.kept < 0.5
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter"}
+    report = merge_checkpoint(ours, tmp_path / "adapter", tmp_path / "out", rounding="nearest", min_retained=0)
+    assert "rounding to nearest" in report.warnings[0]
+    assert "nearest" in (tmp_path / "out" / "halfbyte.json").read_text()
+    dithered = merge_checkpoint(ours, tmp_path / "adapter", tmp_path / "dithered")
+    assert dithered.retained.kept > 0.85
+
+
+def test_onto_the_dense_original(tmp_path: Path, dense: Path, ours: Path, adapter: Path) -> None:
+    """As if the merged dense model had been quantized: q/k/v and gate/up share a scale again, names and layout kept."""
+    report = merge_checkpoint(ours, adapter, tmp_path / "out", onto=dense)
+    assert report.retained.kept > 0.85
+    weights = load_file(dense / "model.safetensors")
+    for fqn in read_parts(ours):
+        lora_A, lora_B = factors(adapter, fqn)
+        weights[f"{fqn}.weight"] = weights[f"{fqn}.weight"].float() + 2.0 * (lora_B.double() @ lora_A.double()).float()
+    shutil.copytree(dense, tmp_path / "merged dense")
+    save_file(weights, tmp_path / "merged dense" / "model.safetensors", {"format": "pt"})
+    quantize_checkpoint(tmp_path / "merged dense", tmp_path / "expected")
+    assert_same_bytes(tmp_path / "expected", tmp_path / "out")
+
+
+def test_onto_a_foreign_model(tmp_path: Path, ours: Path, adapter: Path) -> None:
+    other = save_dense(tmp_path / "other", tiny_config(initializer_range=0.5))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\..*differs from the base's by \d+%"):
+        merge_checkpoint(ours, adapter, tmp_path / "out", onto=other)
+    smaller = save_dense(tmp_path / "smaller", tiny_config(num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"the base has model\.layers\.1\..*the dense model lacks it"):
+        merge_checkpoint(ours, adapter, tmp_path / "out", onto=smaller)
+
+
+# ---- to a dense dtype, against PEFT
+
+
+def peft_merged(base: Path, adapter: Path) -> Any:
+    """PEFT's merge into a dense fp32 copy of the NVFP4 base."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    nvfp4 = load_model(base, dtype=torch.float32)
+    copy = AutoModelForCausalLM.from_config(nvfp4.config, dtype=torch.float32)
+    layers = nvfp4_modules(nvfp4)
+    state = {k: v for k, v in nvfp4.state_dict().items() if v.dtype != torch.uint8}
+    state |= {f"{fqn}.weight": dequantize(layer.parts(), torch.float32) for fqn, layer in layers.items()}
+    copy.load_state_dict(state)
+    return PeftModel.from_pretrained(copy, adapter).merge_and_unload()
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "patterns": {
+        "rank_pattern": {"q_proj": 2, "^model.layers.1.mlp.up_proj": 8},
+        "alpha_pattern": {"layers.0.self_attn.v_proj": 3, "down_proj": 32},
+    },
+    "lm_head": {"target_modules": [*LINEAR, "lm_head"]},
+    "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "modules_to_save": {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_dense_merge_equals_pefts(tmp_path: Path, name: str, tied: bool, tokens: torch.Tensor) -> None:
+    """fp32: PEFT adds an fp32 product to fp32 weights, we an fp64 product rounded once to fp32, so they differ by a few
+    ULPs of the delta; 1e-6 of the largest weight covers that and no mistake in scaling, pattern or layer. With tied
+    embeddings, the merged model must still be the unmerged one: a change to one of two tied modules unties them."""
+    from peft import PeftModel
+
+    base = save_dense(tmp_path / "dense", tiny_config(tie_word_embeddings=tied))
+    quantize_checkpoint(base, tmp_path / "base")
+    model = load_model(tmp_path / "base", dtype=torch.float32)
+    make_adapter(tmp_path / "adapter", model, **CONFIGS[name])
+    report = merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", to="fp32")
+    assert report.retained.kept == pytest.approx(1, abs=1e-3)
+    merged = load_dense_model(tmp_path / "out", dtype=torch.float32)
+    unmerged = PeftModel.from_pretrained(
+        load_model(tmp_path / "base", dtype=torch.float32), tmp_path / "adapter"
+    ).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, unmerged(tokens).logits, atol=2e-5, rtol=1e-4)
+    if not tied:
+        reference = peft_merged(tmp_path / "base", tmp_path / "adapter").state_dict()
+        for key, value in load_file(tmp_path / "out" / "model.safetensors").items():
+            torch.testing.assert_close(value.float(), reference[key], atol=1e-6 * float(value.abs().max()), rtol=1e-6)
+    config = read_config(tmp_path / "out")
+    assert "quantization_config" not in config and config["dtype"] == "float32"
+
+
+def test_nvfp4_merge_of_tied_embeddings(tmp_path: Path, tokens: torch.Tensor, plain_load: Callable[..., Any]) -> None:
+    """An adapter on lm_head alone unties the two; the file lists the new tensor, and plain transformers reads it."""
+    quantize_checkpoint(save_dense(tmp_path / "dense", tiny_config(tie_word_embeddings=True)), tmp_path / "base")
+    make_adapter(tmp_path / "adapter", load_model(tmp_path / "base"), target_modules=["q_proj", "lm_head"])
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    model, reference = load_model(tmp_path / "out"), plain_load(tmp_path / "out")
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, reference(tokens).logits)
+
+
+def test_bf16_is_the_sum_rounded_once(tmp_path: Path, ours: Path, adapter: Path) -> None:
+    merge_checkpoint(ours, adapter, tmp_path / "out", to="bf16", max_shard_size="8KB")
+    with Shards(tmp_path / "out") as shards:
+        for fqn, parts in read_parts(ours).items():
+            lora_A, lora_B = factors(adapter, fqn)
+            exact = dequantize(parts, torch.float32).double() + 2.0 * lora_B.double() @ lora_A.double()
+            torch.testing.assert_close(shards.read(f"{fqn}.weight").double(), exact, atol=0, rtol=2**-8)
+        with Shards(ours) as before:
+            assert torch.equal(shards.read("lm_head.weight"), before.read("lm_head.weight"))
+
+
+# ---- tiny shards, renamed keys, partial adapters
+
+
+def test_renamed_keys(tmp_path: Path) -> None:
+    """The adapter speaks the model's names, the file the hub's (SCENARIOS n25)."""
+    from transformers import AutoConfig
+
+    from .test_load import ARCHITECTURES, SMALL
+
+    config = AutoConfig.for_model("exaone", **SMALL, **ARCHITECTURES["exaone"])
+    quantize_checkpoint(save_dense(tmp_path / "dense", config), tmp_path / "base", max_shard_size="4KB")
+    make_adapter(tmp_path / "adapter", load_model(tmp_path / "base"), target_modules=["q_proj", "up_proj"])
+    report = merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert [layer.name for layer in report.layers if "q_proj" in layer.name][0] == "model.layers.0.self_attn.q_proj"
+    with Shards(tmp_path / "out") as shards:
+        assert "transformer.h.0.attn.attention.q_proj._weight_qdata" in shards
+    merged, base = nvfp4_modules(load_model(tmp_path / "out")), nvfp4_modules(load_model(tmp_path / "base"))
+    for fqn in base:
+        changed = not torch.equal(merged[fqn].qdata, base[fqn].qdata)
+        assert changed == fqn.endswith(("q_proj", "up_proj"))
+
+
+# ---- refusals
+
+
+def edited(adapter: Path, out: Path, **changes: Any) -> Path:
+    shutil.copytree(adapter, out)
+    config = json.loads((out / "adapter_config.json").read_text())
+    (out / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "use_dora is set: DoRA"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"lora_bias": True}, "a bias in lora_B"),
+        ({"peft_type": "IA3"}, "peft_type is IA3, expected LORA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "moved part of the base into the adapter"),
+        ({"trainable_token_indices": [1]}, "trained token embeddings"),
+        ({"layer_replication": [[0, 1]]}, "layer replication"),
+        ({"r": 8}, r"has lora_A \[4, .* gives it rank 8"),
+        ({"r": None}, "r is None"),
+        ({"halfbyte": {"format_version": 99}}, "Update halfbyte"),
+    ],
+)
+def test_adapters_that_cannot_be_merged(
+    tmp_path: Path, ours: Path, adapter: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        merge_checkpoint(ours, edited(adapter, tmp_path / "a", **changes), tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"a"}
+
+
+def change_weights(adapter: Path, out: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    shutil.copytree(adapter, out)
+    tensors = load_file(out / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "adapter_model.safetensors")
+    return out
+
+
+def rename(tensors: dict[str, torch.Tensor], old: str, new: str) -> None:
+    for key in [key for key in tensors if old in key]:
+        tensors[key.replace(old, new)] = tensors.pop(key)
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{Q}.lora_B.weight"), "q_proj has no lora_B"),
+        (lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(3)}), "variant"),
+        (lambda t: t[f"{Q}.lora_A.weight"].fill_(float("nan")), "q_proj: the adapter holds NaN"),
+        (
+            lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 32)}),
+            r"do not multiply to the base weight",
+        ),
+        (lambda t: t.update({"model.x": torch.ones(3)}), "does not start with base_model"),
+        (lambda t: t.update({"base_model.model.extra.weight": torch.ones(3)}), r"changes extra\.weight, which"),
+        (
+            lambda t: rename(t, "layers.1", "layers.7"),
+            r"changes model\.layers\.7\..* and 6 more, which .* does not have",
+        ),
+        (lambda t: t.clear(), "holds no LoRA factors"),
+    ],
+)
+def test_damaged_adapters(tmp_path: Path, ours: Path, adapter: Path, change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        merge_checkpoint(ours, change_weights(adapter, tmp_path / "a", change), tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"a"}
+
+
+def test_another_base(tmp_path: Path, theirs: Path, ours: Path, adapter: Path, dense: Path) -> None:
+    """The adapter recorded digests of its base's codes; `ours` and `theirs` differ where scales are shared."""
+    with pytest.raises(ValueError, match=r"not the base that the adapter was trained on .* --any-base"):
+        merge_checkpoint(theirs, adapter, tmp_path / "out")
+    report = merge_checkpoint(theirs, adapter, tmp_path / "out", any_base=True)
+    assert any("not the base" in warning for warning in report.warnings)
+    with pytest.raises(ValueError, match="found a dense model"):
+        merge_checkpoint(dense, adapter, tmp_path / "out2")
+    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json: not there"):
+        merge_checkpoint(ours, dense, tmp_path / "out2")
+    with pytest.raises(ValueError, match="to is int8, expected|to is 'int8', expected"):
+        merge_checkpoint(ours, adapter, tmp_path / "out2", to="int8")
+    with pytest.raises(ValueError, match="rounding is 'up'"):
+        merge_checkpoint(ours, adapter, tmp_path / "out2", rounding="up")
+    with pytest.raises(FileExistsError):
+        merge_checkpoint(ours, adapter, ours)
+
+
+def test_check_sees_the_folder_and_can_undo(tmp_path: Path, ours: Path, adapter: Path) -> None:
+    def check(folder: Path, report: Any) -> None:
+        assert len(nvfp4_modules(load_model(folder))) == 14 and report.layers
+        raise ValueError("no better")
+
+    with pytest.raises(ValueError, match="no better"):
+        merge_checkpoint(ours, adapter, tmp_path / "out", check=check)
+    assert not any(tmp_path.iterdir())
