@@ -74,6 +74,6 @@ def float_to_bytes(value: Tensor) -> Tensor:
 
 def bytes_to_float(raw: Tensor) -> Tensor:
     """uint8 [4] -> fp32 []. A view where alignment allows; engines may hand us a slice of a flat buffer, where not."""
-    if raw.storage_offset() % 4 or not raw.is_contiguous():
+    if torch.compiler.is_compiling() or raw.storage_offset() % 4 or not raw.is_contiguous():
         raw = raw.clone()
     return raw.view(torch.float32).reshape(())

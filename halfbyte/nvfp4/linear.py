@@ -128,7 +128,7 @@ class NVFP4Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out] in the input's dtype."""
-        return matmul.linear(input, self.qdata, self.scale, self.global_scale, self.bias)
+        return matmul.linear(input, self.qdata, self.scale, self.global_scale, self.bias, self.activation)
 
     def reset_parameters(self) -> None:
         """Refused: a frozen base is loaded, never drawn at random."""

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfbyte.nvfp4.activation import ActivationQuant
 from halfbyte.nvfp4.dequantize import decode
+from halfbyte.nvfp4.quantized_matmul import QuantizedMatmul
 
 
 class WeightOnlyMatmul(torch.autograd.Function):
@@ -43,14 +45,25 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+    activation: ActivationQuant | None = None,
+) -> Tensor:
     """y = x @ W^T + bias, x [..., K] of any leading shape -> [..., N] in x's dtype.
 
+    activation  None, or how x is quantized before the product (nvfp4/quantized_matmul.py).
     Under autocast the product runs in autocast's dtype, and the result comes back in x's.
     """
     dtype = autocast_dtype(x)
     if dtype is not None:
         with torch.autocast(x.device.type, enabled=False):
-            return linear(x.to(dtype), qdata, scale, global_scale, bias).to(x.dtype)
-    y = WeightOnlyMatmul.apply(x, qdata, scale, global_scale)
+            return linear(x.to(dtype), qdata, scale, global_scale, bias, activation).to(x.dtype)
+    if activation is None:
+        y = WeightOnlyMatmul.apply(x, qdata, scale, global_scale)
+    else:
+        y = QuantizedMatmul.apply(x, qdata, scale, global_scale, activation.scale)
     return y if bias is None else y + bias.to(x.dtype)

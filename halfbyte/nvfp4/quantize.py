@@ -7,6 +7,8 @@ Where we differ: a weight of zeros gets a usable scale (torchao: NaN), NaN and i
 small for a finite reciprocal of the scales (below 4e-33) are served by the smallest scale that has one.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,8 @@ from halfbyte.nvfp4.format import BLOCK_SIZE, E4M3_MAX, E4M3_MIN_NORMAL, NVFP4Pa
 from halfbyte.nvfp4.kernels.available import has_triton
 from halfbyte.nvfp4.scaling import LARGEST_BLOCK_SCALE, SMALLEST, global_scale_for
 
-CHUNK_VALUES = 1 << 18  # rows are quantized about this many values at a time: temporaries stay in cache
+CHUNK_VALUES = 1 << 18  # rows are quantized about this many values at a time
+EncodeRows = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def quantize(
@@ -38,18 +41,44 @@ def quantize(
         if global_scale is None:
             global_scale = global_scale_for(amax, scales=scales)
         global_scale = check_global_scale(global_scale, weight.device, name)
-        if weight.is_cuda and scales == "max" and has_triton():
-            from halfbyte.nvfp4.kernels.quantize_triton import quantize as quantize_triton
+        if scales == "max":
+            qdata, scale = encode(weight, global_scale)
+        else:
+            qdata, scale = encode_chunks(weight, global_scale, quantize_rows_four_over_six)
+    return NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), global_scale)
 
-            qdata, scale = quantize_triton(weight, global_scale)
-            return NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), global_scale)
-        n, k = weight.shape
-        qdata = torch.empty(n, k // 2, dtype=torch.uint8, device=weight.device)
-        scale = torch.empty(n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
-        encode_chunk = quantize_rows if scales == "max" else quantize_rows_four_over_six
-        for rows in row_chunks(n, k, CHUNK_VALUES):
-            qdata[rows], scale[rows] = encode_chunk(weight[rows].float(), global_scale)
-    return NVFP4Parts(qdata, scale, global_scale)
+
+@torch.library.custom_op("halfbyte::nvfp4_encode", mutates_args=())
+def encode(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The quantizer alone, without checks and without waiting for a GPU: x [M, K] bf16, fp16 or fp32, global_scale
+    fp32 [] -> qdata uint8 [M, K/2], scale uint8 [M, K/16]. A block with a NaN gets the scale NaN."""
+    return encode_chunks(x, global_scale, quantize_rows)
+
+
+@encode.register_kernel("cuda")
+def _(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    if not has_triton():
+        return encode_chunks(x, global_scale, quantize_rows)
+    from halfbyte.nvfp4.kernels.quantize_triton import quantize as encode_triton
+
+    return encode_triton(x, global_scale)
+
+
+@encode.register_fake
+def _(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    m, k = x.shape
+    return x.new_empty(m, k // 2, dtype=torch.uint8), x.new_empty(m, k // BLOCK_SIZE, dtype=torch.uint8)
+
+
+def encode_chunks(x: Tensor, global_scale: Tensor, encode_rows: EncodeRows) -> tuple[Tensor, Tensor]:
+    """A chunk of rows at a time, so that temporaries stay in cache: (qdata, scale), uint8."""
+    m, k = x.shape
+    qdata = torch.empty(m, k // 2, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(m, k // BLOCK_SIZE, dtype=torch.uint8, device=x.device)
+    for rows in row_chunks(m, k, CHUNK_VALUES):
+        codes, block_scale = encode_rows(x[rows].float(), global_scale)
+        qdata[rows], scale[rows] = codes, block_scale.view(torch.uint8)
+    return qdata, scale
 
 
 def quantize_rows(x_NK: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
