@@ -114,7 +114,7 @@ def test_compiles_whole() -> None:
 
 def test_native_product_is_accepted_by_pytorch() -> None:
     """On the meta device only: the arguments fit the operator. Its arithmetic needs compute capability 10.0."""
-    module = layer()
+    module = NVFP4Linear.from_linear(nn.Linear(K, 48), activation=ActivationQuant())
     batch = quantize_activations(torch.randn(7, K), None)
     expected = reference_product(batch, module.qdata, module.scale)
     on_meta = Activations(*(component.to("meta") for component in batch))
