@@ -65,6 +65,7 @@ def batch(step: int, part: int, rows: int = 2) -> Tensor:
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Mean cross-entropy of a causal language model over the micro-batch."""
+    tokens = tokens.to(next(model.parameters()).device)
     return model(input_ids=tokens, labels=tokens).loss
 
 

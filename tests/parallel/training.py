@@ -29,6 +29,7 @@ class Case:
     differently_seeded: bool = False  # every rank draws its own adapter; rank zero's must win
     on_meta: bool = False  # ranks above zero have no weights
     short_last: bool = False  # rank zero has one batch more than the others: join
+    device: str = "cpu"
     ddp: dict[str, Any] = field(default_factory=dict)
 
 
@@ -47,7 +48,7 @@ def make(case: Case, rank: int = 0) -> nn.Module:
         adapter_seed=rank if case.differently_seeded else 0,
         dropout=case.dropout,
         packed=case.packed,
-        device="meta" if case.on_meta and rank else "cpu",
+        device="meta" if case.on_meta and rank else case.device,
     )
     if case.unused:
         model.spare = nn.Linear(3, 3)
