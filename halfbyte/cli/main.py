@@ -9,7 +9,9 @@ ImportError, and leaves as one line on stderr and exit code 2. Everything else i
 """
 
 import importlib
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -23,6 +25,7 @@ VERBS = {
 }
 USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
 TRACEBACK = "--traceback"
+NOISY = ("torchao", "torch.utils._pytree", "DeepSpeed")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     show_traceback = TRACEBACK in args
     args = [arg for arg in args if arg != TRACEBACK]
+    quiet_imports()
     try:
         build_app(args)(args=args, prog_name="halfbyte")
     except USER_ERRORS as error:
@@ -37,6 +41,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         print(f"error: {one_sentence(error)}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def quiet_imports() -> None:
+    """Keep off the screen what libraries log while they are imported, about each other and about the future."""
+    for name in NOISY:
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def build_app(args: Sequence[str]) -> typer.Typer:

@@ -1,5 +1,6 @@
 """`halfbyte train CONFIG.yaml [key=value ...]`."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -31,6 +32,8 @@ def train(
     from halfbyte.train.trainer import train as run
 
     result = run(loaded)
+    if os.environ.get("RANK", "0") != "0":  # of a launch by torchrun; one process speaks
+        return
     if result.loss_before is not None and result.loss_after is not None:
         print(f"held-out loss: {result.loss_before:.4f} before, {result.loss_after:.4f} after {result.step} steps")
     print(f"adapter: {result.adapter}")
@@ -38,12 +41,6 @@ def train(
 
 def quiet_libraries() -> None:
     """Keep the libraries' notes and nested bars off the screen; what concerns the user is said by halfbyte."""
-    import logging
-    import warnings
-
-    for name in ("torchao", "torch.utils._pytree", "DeepSpeed"):  # they log while they are imported
-        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
     import datasets
     import transformers
 

@@ -144,6 +144,23 @@ def test_other_data_is_refused(killed, config, tmp_path, rows) -> None:
         train(config(killed, datasets=[str(fewer)], resume_from_checkpoint=True))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw4bit", "adamwfp8"])
+def test_low_bit_states_are_restored_bit_for_bit(optimizer, config, tmp_path) -> None:
+    """From step 3 again to step 6: the same adapter and states. The factors are large, so that states are quantized."""
+    changes = {"optimizer": optimizer, "save_steps": 3, "max_steps": 6, "lora_r": 64}
+    train(config(tmp_path / "out", **changes))
+    first = tmp_path / "out" / "checkpoint-6"
+    (tmp_path / "out" / "checkpoint-6").rename(tmp_path / "first")
+    train(config(tmp_path / "out", **changes, resume_from_checkpoint=True))
+    assert_same(*(load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "first", first)))
+    states = [torch.load(folder / "optimizer.pt") for folder in (tmp_path / "first", first)]
+    assert_same(*states)
+    dtypes = {
+        value.dtype for state in states[0]["state"].values() for value in state.values() if torch.is_tensor(value)
+    }
+    assert dtypes & {torch.uint8, torch.int8, torch.float8_e4m3fn}
+
+
 def test_a_full_disk_loses_nothing(config, tmp_path, monkeypatch) -> None:
     """The optimizer of step 6 does not fit: step 3 stays, nothing half-written stays, and the run can go on."""
     from halfbyte.train.trainer import Trainer
