@@ -1,0 +1,183 @@
+"""The pointer table and the chunk table of a step: which program steps which part of which tensor.
+
+A plan stays valid while parameters and states lie where they lay; checking that costs one pass over their addresses.
+Gradients move at every step of a loop that frees them (`zero_grad` does), so their addresses are a column of their own:
+one small copy from pinned memory, asynchronous, in stream order. Rejected: addresses as kernel arguments (a few hundred
+at most fit, and each launch would pay for all).
+"""
+
+import operator
+from collections.abc import Sequence
+from functools import reduce
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.optim.rounding import Counter
+
+COLUMNS = 16
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+ALIGNMENT = 16  # bytes of the widest load
+
+State = dict[str, Tensor]
+
+
+class Chunking(NamedTuple):
+    """How a launch cuts its tensors: a program steps `tiles` tiles of `tile` values (blocks of a quantized tensor)."""
+
+    unit: int  # values that the kernel counts in: the block size, or 1
+    tile: int  # values of a tile, a multiple of unit
+    max_programs: int  # aim at no more, by longer chunks
+    min_tiles: int
+    max_tiles: int
+
+    def tiles(self, numels: Sequence[int]) -> int:
+        """Tiles of a chunk, so many that the launch has about `max_programs` programs."""
+        wanted = sum(numels) // self.tile // self.max_programs
+        return min(max(wanted, self.min_tiles), self.max_tiles)
+
+
+class Launch(NamedTuple):
+    """One launch over tensors that share a kernel.
+
+    quantized, aligned   which kernel; aligned: every address is a multiple of 16 bytes.
+    chunk_tensor         int32 [programs], the tensor of each.
+    chunk_units          units a program steps.
+    has_tails            whether some tensor is not a whole number of tiles.
+    """
+
+    quantized: bool
+    aligned: bool
+    chunk_tensor: Tensor
+    chunk_units: int
+    has_tails: bool
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def state_addresses(states: Sequence[State]) -> list[int]:
+    """Of all tensors of all states, in their order."""
+    return list(map(Tensor.data_ptr, chain.from_iterable(map(dict.values, states))))  # type: ignore[arg-type]
+
+
+def is_aligned(pointers: Sequence[int]) -> bool:
+    return not reduce(operator.or_, pointers, 0) % ALIGNMENT
+
+
+class Plan:
+    """Tables of one call's tensors on their device.
+
+    table     int64 [tensors, COLUMNS], see kernels_triton.py for the columns.
+    grads     int64 [tensors], addresses.
+    scalars   fp32 [tensors, 16], written by the kernel `prepare`.
+    launches  at most three: quantized and aligned, quantized, plain.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        counters: Sequence[Counter] | None,
+        chunking: dict[bool, Chunking],
+    ) -> None:
+        self.key = self._key(params, states, counters)
+        self.grad_key: list[int] = []
+        self.device = params[0].device
+        self.flat = counters is None or all(c.inner >= p.numel() for c, p in zip(counters, params, strict=True))
+        rows, kinds = [], []
+        for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+            pointers = _moment_pointers(state)
+            kinds.append(("exp_avg_scale" in state, is_aligned([param.data_ptr(), grad.data_ptr(), *pointers])))
+            counter = tuple(counters[i]) if counters is not None else (0, 0, 0, 0)
+            rows.append([param.data_ptr(), *pointers, state["step"].data_ptr(), param.numel(), 0, *counter, 0, 0])
+        self.launches = [
+            self._launch(
+                kind, [i for i, other in enumerate(kinds) if other == kind and params[i].numel()], rows, chunking
+            )
+            for kind in sorted(set(kinds))
+        ]
+        self.launches = [launch for launch in self.launches if launch.chunk_tensor.numel()]
+        self.grads_aligned = is_aligned(addresses(grads))
+        self.table = self._upload(torch.tensor(rows, dtype=torch.int64, device="cpu"))
+        self.grads = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+        self.scalars = torch.empty(len(rows), 16, dtype=torch.float32, device=self.device)
+        self._spare: Tensor | None = self._pinned(torch.zeros(len(rows), dtype=torch.int64, device="cpu"))
+        self._captured: list[Tensor] = []
+
+    @staticmethod
+    def _key(params: Sequence[Tensor], states: Sequence[State], counters: Sequence[Counter] | None) -> tuple:
+        return addresses(params), list(map(Tensor.numel, params)), state_addresses(states), counters and list(counters)
+
+    def fits(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        counters: Sequence[Counter] | None,
+    ) -> bool:
+        """Whether the tables still describe these tensors; brings the gradients' addresses up to date if so."""
+        if self.key != self._key(params, states, counters):
+            return False
+        now = addresses(grads)
+        if now != self.grad_key:
+            if is_aligned(now) != self.grads_aligned or not self.grads_aligned:
+                return False
+            self.set_grads(now)
+        return True
+
+    def set_grads(self, pointers: list[int]) -> None:
+        """Write the gradients' addresses to the device, in stream order."""
+        fresh = torch.tensor(pointers, dtype=torch.int64, device="cpu")
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # A replay reads this memory again, so it must stay; and nothing can be pinned while capturing.
+            if self._spare is None:
+                raise RuntimeError(
+                    "gradients moved between two captures of this optimizer into CUDA graphs. Step once outside a "
+                    "capture before the next, or keep the gradients in place (zero_grad(set_to_none=False))."
+                )
+            self._spare.copy_(fresh)
+            self._captured.append(self._spare)
+            self.grads.copy_(self._spare, non_blocking=True)
+            self._spare = None
+        else:
+            if self._spare is None:
+                self._spare: Tensor | None = self._pinned(torch.zeros_like(fresh))
+            self.grads.copy_(self._pinned(fresh), non_blocking=True)
+        self.grad_key = pointers
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+    def _upload(self, tensor: Tensor) -> Tensor:
+        return self._pinned(tensor).to(self.device, non_blocking=True)
+
+    def _launch(
+        self, kind: tuple[bool, bool], members: list[int], rows: list[list[int]], chunking: dict[bool, Chunking]
+    ) -> Launch:
+        """Cut the members into chunks; writes each one's first chunk into its row."""
+        quantized, aligned = kind
+        cut = chunking[quantized]
+        numels = [rows[i][8] for i in members]
+        chunk_values = cut.tiles(numels) * cut.tile
+        counts = [-(-numel // chunk_values) for numel in numels]
+        first = 0
+        for i, count in zip(members, counts, strict=True):
+            rows[i][9] = first
+            first += count
+        chunk_tensor = torch.tensor(members, dtype=torch.int32, device="cpu").repeat_interleave(
+            torch.tensor(counts, dtype=torch.int64, device="cpu")
+        )
+        has_tails = any(numel % cut.tile for numel in numels)
+        return Launch(quantized, aligned, self._upload(chunk_tensor), chunk_values // cut.unit, has_tails)
+
+
+def _moment_pointers(state: State) -> list[int]:
+    """(codes or values, scales) of the three moments; 0 for what a state does not have."""
+    return [
+        state[name].data_ptr() if name in state else 0 for moment in MOMENTS for name in (moment, moment + "_scale")
+    ]
