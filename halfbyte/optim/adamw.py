@@ -22,7 +22,7 @@ from halfbyte.optim.checks import check_grad, check_options, check_param
 from halfbyte.optim.formats import FORMATS, StateFormat
 from halfbyte.optim.hyper import Hyper
 from halfbyte.optim.kernels.step import step as fused_step
-from halfbyte.optim.loading import load_groups, load_states
+from halfbyte.optim.loading import load_groups, load_state, load_states
 from halfbyte.optim.rounding import Counter, param_seed
 from halfbyte.optim.saving import pack_state_dict
 from halfbyte.optim.sharding import counter_of, local_grad, local_tensor
@@ -139,7 +139,7 @@ class AdamW(Optimizer):
         fused_step(
             [local_tensor(param) for _, param in members],
             [self._grad(param) for _, param in members],
-            [self._state(param, group) for _, param in members],
+            [self._state(i, param, group, cache) for i, param in members],
             hyper,
             self._format(group["block_size"]),
             counters=self._counters(members, group, cache, first) if hyper.stochastic else None,
@@ -173,16 +173,27 @@ class AdamW(Optimizer):
         """The format of a parameter's state; None: it stays fp32."""
         return self._format(group["block_size"]) if is_quantized(param, group["min_quant_numel"]) else None
 
-    def _state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The parameter's state, made on first use."""
-        state = self.state[param]
+    def _state(self, i: int, param: Tensor, group: dict[str, Any], cache: dict) -> dict[str, Tensor]:
+        """State of the group's i-th parameter: made on first use, checked when it is another dict than last time."""
+        state, known = self.state[param], cache.setdefault("states", {})
+        if known.get(i) is state:
+            return state
         if not state:
             fmt = self.group_format(param, group)
             state.update(new_state(local_tensor(param), fmt, amsgrad=group["amsgrad"]))
-        elif group["amsgrad"] and "max_exp_avg_sq" not in state:  # switched on after the first step
+        elif "exp_avg_scale" in state and not self._is_in_memory_form(param, state, group):
+            # ZeroRedundancyOptimizer puts the entries of a state dict into `state` without asking load_state_dict
+            state.update(load_state(param, dict(state), self._format(group["block_size"]), group, set()))
+        if group["amsgrad"] and "max_exp_avg_sq" not in state:  # switched on after the first step
             fmt = self.group_format(param, group) if "exp_avg_scale" in state else None
             state.update(new_moment(local_tensor(param), fmt, moment_names(True)[-1]))
+        if not group["amsgrad"] or "max_exp_avg_sq" in state:
+            known[i] = state
         return state
+
+    def _is_in_memory_form(self, param: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> bool:
+        num_blocks = self._format(group["block_size"]).num_blocks(local_tensor(param).numel())
+        return state["exp_avg"].dim() == 1 and state["exp_avg_scale"].shape == (num_blocks,)
 
     @staticmethod
     def _counters(
