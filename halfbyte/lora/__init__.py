@@ -2,6 +2,23 @@
 
 from halfbyte.lora.fused import fuse
 from halfbyte.lora.merge import merged_parts
+from halfbyte.lora.merge_aware import (
+    make_merge_aware,
+    merged_digest,
+    merged_weights,
+    set_merge_aware,
+    start_step,
+)
 from halfbyte.lora.retention import Retention, retention
 
-__all__ = ["Retention", "fuse", "merged_parts", "retention"]
+__all__ = [
+    "Retention",
+    "fuse",
+    "make_merge_aware",
+    "merged_digest",
+    "merged_parts",
+    "merged_weights",
+    "retention",
+    "set_merge_aware",
+    "start_step",
+]

@@ -16,10 +16,10 @@ Accuracy: with x in bf16, the factors enter as bf16, as they do under autocast; 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfbyte.nvfp4.dequantize import decode
+from halfbyte.nvfp4.frozen_product import frozen_product
 from halfbyte.nvfp4.matmul import autocast_dtype
 
 
@@ -44,7 +44,7 @@ class LoraMatmul(torch.autograd.Function):
     ) -> Tensor:
         dropped, mask = (x, None) if p == 0 else torch.native_dropout(x, p, True)
         t = dropped @ lora_A.to(x.dtype).T
-        y = F.linear(x, decode(qdata, scale, global_scale, x.dtype), None if bias is None else bias.to(x.dtype))
+        y = frozen_product(x, qdata, scale, global_scale, None if bias is None else bias.to(x.dtype))
         y.addmm_(t, lora_B.to(x.dtype).T, alpha=scaling)
         ctx.save_for_backward(x, t, mask, lora_A, lora_B, qdata, scale, global_scale)
         ctx.scaling, ctx.p = scaling, p

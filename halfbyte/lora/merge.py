@@ -12,7 +12,7 @@ operations and dtypes is fixed here, and does not depend on autocast, TF32, the 
 A zero delta returns the base's bytes in every mode.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ ROUNDINGS = ("dither", "nearest")
 SCALES = ("keep", "fresh")
 
 
-@torch.no_grad()
 def merged_parts(
     parts: NVFP4Parts,
     lora_A: Tensor,
@@ -58,30 +57,57 @@ def merged_parts(
     """
     check_modes(rounding, scales)
     check_factors(parts, lora_A, lora_B, name)
-    if not lora_A.any() or not lora_B.any():
-        return NVFP4Parts(*(component.clone() for component in parts))
-    if scales == "keep":
-        qdata = snap_adapter(
-            parts,
-            lora_A,
-            lora_B,
-            scaling,
-            name=name,
-            seed=seed,
-            dither=rounding == "dither",
-            row_offset=row_offset,
-            column_offset=column_offset,
-        )
-        return NVFP4Parts(qdata, parts.scale.clone(), parts.global_scale.clone())
-    qdata, scale = torch.empty_like(parts.qdata), parts.scale.clone()
-    columns = column_keys(seed, name, column_offset, parts.shape[1], parts.qdata.device)
+    recipe = Recipe(name, seed, rounding, scales, dtype, row_offset, column_offset)
+    return NVFP4Parts(*(component.clone() for component in merge(parts, lora_A, lora_B, scaling, recipe)))
+
+
+class Recipe(NamedTuple):
+    """How a weight is merged; the fields are the arguments of `merged_parts`."""
+
+    name: str
+    seed: int = 0
+    rounding: Rounding = "dither"
+    scales: Scales = "keep"
+    dtype: torch.dtype = torch.float32
+    row_offset: int = 0
+    column_offset: int = 0
+
+
+@torch.no_grad()
+def merge(parts: NVFP4Parts, lora_A: Tensor, lora_B: Tensor, scaling: float, recipe: Recipe) -> NVFP4Parts:
+    """`merged_parts` without checks and copies: what did not change is the base's own tensor. On the base's scales it
+    never waits for a GPU."""
+    with torch.autocast(parts.qdata.device.type, enabled=False):
+        if recipe.scales == "keep":
+            qdata = snap_adapter(
+                parts,
+                lora_A,
+                lora_B,
+                scaling,
+                name=recipe.name,
+                seed=recipe.seed,
+                dither=recipe.rounding == "dither",
+                row_offset=recipe.row_offset,
+                column_offset=recipe.column_offset,
+            )
+            return parts._replace(qdata=qdata)
+        if not lora_A.any() or not lora_B.any():
+            return parts
+        return on_fresh_scales(parts, lora_A, lora_B, scaling, recipe)
+
+
+def on_fresh_scales(parts: NVFP4Parts, lora_A: Tensor, lora_B: Tensor, scaling: float, recipe: Recipe) -> NVFP4Parts:
+    """The merged weight with block scales from its own maxima, a chunk of rows at a time."""
+    seed, name, device = recipe.seed, recipe.name, parts.qdata.device
+    qdata, scale = torch.empty_like(parts.qdata), torch.empty_like(parts.scale)
+    columns = column_keys(seed, name, recipe.column_offset, parts.shape[1], device)
     for rows, delta in delta_chunks(lora_A, lora_B, scaling):
         piece = NVFP4Parts(parts.qdata[rows], parts.scale[rows], parts.global_scale)
         threshold = None
-        if rounding == "dither":
-            threshold = thresholds(row_keys(seed, name, row_offset + rows.start, len(delta), delta.device), columns)
-        qdata[rows], scale[rows] = requantize(piece, delta, threshold, dtype)
-    return NVFP4Parts(qdata, scale, parts.global_scale.clone())
+        if recipe.rounding == "dither":
+            threshold = thresholds(row_keys(seed, name, recipe.row_offset + rows.start, len(delta), device), columns)
+        qdata[rows], scale[rows] = requantize(piece, delta, threshold, recipe.dtype)
+    return NVFP4Parts(qdata, scale, parts.global_scale)
 
 
 def requantize(piece: NVFP4Parts, delta: Tensor, threshold: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
