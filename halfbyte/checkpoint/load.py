@@ -3,8 +3,8 @@
 The model is built empty; each NVFP4 weight is read straight into its layer, and everything else is loaded by
 transformers' own code, from tensors that are read when it asks for them. No dequantized weight ever exists, and at most
 a few tensors exist beside the model (benchmarks/load_peak.py). A quantizer registered with transformers
-was the alternative: `from_pretrained` maps the files into memory, which doubles the peak, and marks the model as
-quantized, which makes trainers refuse it or treat it as somebody else's format.
+was the alternative: `from_pretrained` maps the files into memory, so that what is converted counts twice, and marks the
+model as quantized, which makes trainers refuse it or treat it as somebody else's format.
 """
 
 import os

@@ -150,7 +150,7 @@ class Merger:
         return specs
 
     def dense_dtype(self, name: str, key: str) -> torch.dtype:
-        """In which a parameter that is dense in the base is written: its own, or a wider one if asked for and changed."""
+        """Of a parameter that is dense in the base: its own, or if it changes, a wider one that was asked for."""
         own, asked = self.base.shards.spec(key).dtype, DENSE_DTYPES.get(self.settings.to)
         changed = name in self.adapter.modules or layer_of(name) in self.adapter.layers
         return torch.promote_types(own, asked) if changed and asked is not None else own

@@ -1,9 +1,10 @@
 """One safetensors file, read with `pread`: a header that is checked before it is believed, then exact byte ranges.
 
-`safetensors.safe_open` maps the file, and pages of a mapped file count as resident memory, so a model loaded through it
-costs twice its size (measured: benchmarks/load_peak.py). Reading into fresh memory costs the tensor alone, reads single
-rows, and hands back raw bytes where a copy must be exact. The format is an 8-byte length, a JSON header and the data
-(https://huggingface.co/docs/safetensors); the tests compare with the library in both directions.
+`safetensors.safe_open` maps the file, and pages of a mapped file count as resident memory, so whatever is converted on
+the way (to another dtype, out of a swizzle) costs its size twice. Reading into fresh memory costs the tensor alone
+(benchmarks/load_peak.py), reads single rows, and hands back raw bytes where a copy must be exact. The format is an
+8-byte length, a JSON header and the data (https://huggingface.co/docs/safetensors); the tests compare with the library
+in both directions.
 """
 
 import json
