@@ -3,10 +3,10 @@
     python benchmarks/optim_quality.py --out benchmarks/results              # one GPU: about 4 minutes
     python benchmarks/optim_quality.py --preset tiny --device cpu --out /tmp  # a laptop: a smoke run
 
-Every optimizer trains the model of optim_quality_lm.py from the same weights on the same batches, once per seed. Held-out
-loss is compared in pairs (same seed), so what the seeds share cancels; the standard error is that of the mean of the
-paired differences. `adamw, rerun` is fp32 AdamW again from weights moved by one part in 1e6: how much of a difference is
-mere chaos. The largest move of any parameter in each step is recorded in units of that step's lr.
+Every optimizer trains the model of optim_quality_lm.py from the same weights on the same batches, once per seed.
+Held-out loss is compared in pairs (same seed), so what the seeds share cancels; the standard error is that of the mean
+of the paired differences. `adamw fp32, rerun` is fp32 AdamW again from weights moved by one part in 1e6: how much of a
+difference is mere chaos. The largest move of any parameter in each step is recorded in units of that step's lr.
 
 torchao's optimizers run through torchao's own single_param_adam and state classes, but not compiled (its torch.compile
 costs minutes here) and with lr and step on the device, so that a CUDA graph can hold them; --check-torchao steps its
@@ -62,7 +62,7 @@ PRESETS = {
 }
 
 
-# --- optimizers: each takes parameters whose gradients exist, and returns its Step --------------------------------------
+# --- optimizers: each takes parameters whose gradients exist, and returns its Step ----------------
 
 
 def torch_adamw(params: list[Tensor]) -> Step:
@@ -133,7 +133,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], Step]] = {
 }
 
 
-# --- one run -------------------------------------------------------------------------------------------------------------
+# --- one run --------------------------------------------------------------------------------------
 
 
 def captured(body: Callable[[], None]) -> Callable[[], None]:
@@ -250,18 +250,18 @@ def train(name: str, seed: int, settings: Settings, train_tokens: Tensor, held: 
         if (step + 1) % settings.eval_every == 0 or step + 1 == settings.num_steps:
             held_out[step + 1] = held.loss(trainee)
     print(
-        f"{name:24} seed {seed}: held-out {held_out[settings.num_steps]:.4f}, largest move {moves.max().item():.2f} lr, "
-        f"{time.perf_counter() - start:.1f} s",
+        f"{name:24} seed {seed}: held-out {held_out[settings.num_steps]:.4f}, "
+        f"largest move {moves.max().item():.2f} lr, {time.perf_counter() - start:.1f} s",
         flush=True,
     )
     return Run(name, seed, held_out, losses.tolist(), moves.tolist())
 
 
-# --- torchao, checked ----------------------------------------------------------------------------------------------------
+# --- torchao, checked -----------------------------------------------------------------------------
 
 
 def check_torchao(device: torch.device) -> str:
-    """torchao's public optimizers, eager, against the way they are driven here: parameters after 5 steps, bit for bit."""
+    """torchao's public optimizers, eager, against how they are driven here: parameters after 5 steps, bit for bit."""
     import torchao.optim
 
     for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
@@ -284,7 +284,7 @@ def check_torchao(device: torch.device) -> str:
     return "bit-equal to torchao's own steps, eager"
 
 
-# --- the whole -----------------------------------------------------------------------------------------------------------
+# --- the whole ------------------------------------------------------------------------------------
 
 
 def environment(device: torch.device, text: Text, settings: Settings) -> list[str]:
@@ -294,8 +294,8 @@ def environment(device: torch.device, text: Text, settings: Settings) -> list[st
     return [
         f"{machine}; Python {platform.python_version()}, torch {torch.__version__}; commit {commit or 'unknown'}.",
         f"Model: {num_params / 1e6:.1f}e6 parameters, fp32 (bf16 autocast on a GPU); {settings}.",
-        f"Text: {text.size_bytes / 1e6:.1f} MB of Python sources, SHA-256 {text.sha256}...; {text.train.numel()} tokens to "
-        f"train on, {text.held_out.numel()} held out.",
+        f"Text: {text.size_bytes / 1e6:.1f} MB of Python sources, SHA-256 {text.sha256}...; "
+        f"{text.train.numel()} tokens to train on, {text.held_out.numel()} held out.",
     ]
 
 
