@@ -9,12 +9,12 @@ for the weight, so x need not be kept either.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfbyte.nvfp4.activation import ActivationQuant
 from halfbyte.nvfp4.dequantize import decode
-from halfbyte.nvfp4.quantized_matmul import QuantizedMatmul
+from halfbyte.nvfp4.frozen_product import frozen_product
+from halfbyte.nvfp4.quantized_matmul import QuantizedMatmul, quantized_product
 
 
 class WeightOnlyMatmul(torch.autograd.Function):
@@ -27,7 +27,7 @@ class WeightOnlyMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
         ctx.save_for_backward(qdata, scale, global_scale)
-        return F.linear(x, decode(qdata, scale, global_scale, x.dtype))
+        return frozen_product(x, qdata, scale, global_scale, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -43,6 +43,15 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if x.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
         return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def product(
+    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, activation: ActivationQuant | None
+) -> Tensor:
+    """x @ W^T in x's dtype, without a graph."""
+    if activation is not None:
+        return quantized_product(x, qdata, scale, global_scale, activation.scale)
+    return frozen_product(x, qdata, scale, global_scale, None)
 
 
 def linear(

@@ -16,8 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from halfbyte.lora import fuse
 from halfbyte.lora.fused_layer import FusedLoraLinear
 from halfbyte.lora.fused_matmul import lora_linear
+from halfbyte.lora.snap_adapter import lora_snap
 from halfbyte.nvfp4 import NVFP4Linear, dequantize
 from halfbyte.nvfp4.dequantize import decode
+from halfbyte.nvfp4.frozen_product import frozen_product
+from halfbyte.nvfp4.quantize import encode
 
 N, K = 80, 96
 
@@ -286,4 +289,11 @@ def test_compiles_in_one_graph() -> None:
 
 def test_operator_contract() -> None:
     layer = NVFP4Linear.from_linear(dense(K, N, False, torch.Generator().manual_seed(0)))
-    torch.library.opcheck(decode, (layer.qdata, layer.scale, layer.global_scale, torch.bfloat16))
+    components = (layer.qdata.data, layer.scale.data, layer.global_scale.data)
+    torch.library.opcheck(decode, (*components, torch.bfloat16))
+    for shape in [(K,), (5, K), (2, 3, K)]:
+        torch.library.opcheck(frozen_product, (inputs(*shape), *components, None))
+    torch.library.opcheck(frozen_product, (inputs(5, K), *components, inputs(N)))
+    factors = (inputs(4, K), inputs(N, 4))
+    torch.library.opcheck(lora_snap, (*components[:2], torch.tensor(1e-3), *factors, 0.5, True, 1 << 60, -(1 << 59)))
+    torch.library.opcheck(encode, (inputs(3, K), torch.tensor(1e-3)))

@@ -21,10 +21,18 @@ FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def e2m1_to_float(nibble):
-    """int32 codes, only the low 4 bits counted -> fp32 values, exact; -0 stays."""
-    bits = ((nibble & 7) << 22) | ((nibble & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * E2M1_OFFSET
+def e2m1_bits_to_float(word):
+    """int32 with a code in the top four bits (the rest is ignored) -> fp32 value * 2^-126.
+
+    The arithmetic shift brings the magnitude to its place and fills the bits above with the sign: one mask keeps both.
+    """
+    return ((word >> 6) & -0x7E400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1_to_float(word):
+    """int32 with a code in the top four bits (the rest is ignored) -> fp32 value, exact; -0 stays."""
+    return e2m1_bits_to_float(word) * E2M1_OFFSET
 
 
 @triton.jit

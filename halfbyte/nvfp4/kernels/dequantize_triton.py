@@ -30,7 +30,7 @@ def store_values(out_ptr, word, num_words, codes, scale_byte, global_scale):
     """Write the eight values of each word."""
     block_scale = global_scale * e4m3_to_float(scale_byte.to(tl.int32))
     column = tl.arange(0, CODES_PER_WORD)
-    values = e2m1_to_float(codes[:, None] >> (4 * column)[None, :]) * block_scale[:, None]
+    values = e2m1_to_float(codes[:, None] << (28 - 4 * column)[None, :]) * block_scale[:, None]
     place = word[:, None] * CODES_PER_WORD + column[None, :]
     tl.store(out_ptr + place, values.to(out_ptr.dtype.element_ty), mask=(word < num_words)[:, None])
 

@@ -50,10 +50,10 @@ def round_place(place, row_key, column_key, DITHER: tl.constexpr):
 
 
 @triton.jit
-def code_of(rounded, base_code):
-    """int32 code of an integer place; a zero keeps the base's sign."""
+def code_of(rounded, base):
+    """int32 code of an integer place; a zero keeps the base's sign, its top bit."""
     magnitude = (tl.abs(rounded) + INTEGERS_FROM).to(tl.int32, bitcast=True) & 7
-    sign = tl.where(magnitude == 0, base_code, rounded.to(tl.int32, bitcast=True) >> 28) & 8
+    sign = (tl.where(magnitude == 0, base, rounded.to(tl.int32, bitcast=True)) >> 28) & 8
     return magnitude | sign
 
 
@@ -103,16 +103,16 @@ def snap_kernel(
     inside = inside_row[:, None] & inside_word[None, :]
     words = tl.load(words_ptr + place, mask=inside, other=0)
     scale_byte = tl.load(scale_ptr + place // 2, mask=inside, other=0)
-    base_code = words[None, :, :] >> (4 * part)
+    base = words[None, :, :] << (28 - 4 * part)  # each part's code in the top four bits
     inverse = step_inv(scale_byte, tl.load(global_scale_ptr))[None, :, :]
-    moved = signed_position(e2m1_to_float(base_code) + change * inverse)
+    moved = signed_position(e2m1_to_float(base) + change * inverse)
     if DITHER:
         row_key = tl.load(row_keys_ptr + row, mask=inside_row, other=0)[None, :, None]
         column_key = tl.load(column_keys_ptr + down_place, mask=inside_down, other=0)
         rounded = round_place(moved, row_key, column_key, True)
     else:
         rounded = round_place(moved, 0, 0, False)
-    new_words = tl.sum(code_of(rounded, base_code) << (4 * part), axis=0)
+    new_words = tl.sum(code_of(rounded, base) << (4 * part), axis=0)
     tl.store(out_ptr + place, new_words, mask=inside)
 
 

@@ -1,0 +1,63 @@
+"""Products with few rows against float64.
+
+Both kernels add fp32 products of exact operands: K terms, each rounding 2^-24 of the running sum, so 1e-5 of the
+result's norm before the last rounding, which is to the dtype: 2^-9 for bf16 (twice that through the interpreter, which
+truncates), 2^-11 for fp16.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfbyte.nvfp4 import NVFP4Parts, dequantize
+from tests.nvfp4.kernels.parts import random_parts
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+CASES = [((1, 16), False), ((5, 48), True), ((130, 1104), True)]
+
+
+def check(kernel_name: str, m: int, shape: tuple[int, int], dtype: torch.dtype, bias: bool, device: str) -> None:
+    """The kernel's result, in memory that held NaN, against the product in float64."""
+    from halfbyte.nvfp4.kernels import matvec_triton, small_matmul_triton
+
+    kernel = {"matvec": matvec_triton.matvec_into, "small_matmul": small_matmul_triton.small_matmul_into}[kernel_name]
+    parts = random_parts(*shape, device=device)
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(m, shape[1], generator=generator).to(device, dtype)
+    offset = torch.randn(shape[0], generator=generator).to(device, dtype) if bias else None
+    out = torch.full((m, shape[0]), float("nan"), dtype=dtype, device=device)
+    kernel(out, x, parts.qdata, parts.scale.view(torch.uint8), parts.global_scale, offset)
+    want = expected(parts, x, offset)
+    assert (out.double() - want).norm() <= TOLERANCE[dtype] * want.norm()
+
+
+def expected(parts: NVFP4Parts, x: Tensor, bias: Tensor | None) -> Tensor:
+    product = x.double() @ dequantize(parts).double().T
+    return product if bias is None else product + bias.double()
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("shape", "bias"), CASES, ids=str)
+@pytest.mark.parametrize("m", [1, 3])
+def test_matvec(m: int, shape: tuple[int, int], dtype: torch.dtype, bias: bool, device: str) -> None:
+    check("matvec", m, shape, dtype, bias, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("shape", "bias"), CASES, ids=str)
+@pytest.mark.parametrize("m", [1, 7, 33, 64])
+def test_small_matmul(m: int, shape: tuple[int, int], dtype: torch.dtype, bias: bool, device: str) -> None:
+    if device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies the bits of bf16 in a dot")
+    check("small_matmul", m, shape, dtype, bias, device)
+
+
+def test_subnormal_block_scales(device: str) -> None:
+    """The smallest codes times the smallest scales are exact in fp16 too."""
+    from halfbyte.nvfp4.kernels.small_matmul_triton import small_matmul
+
+    scale = torch.arange(1, 9, dtype=torch.uint8, device=device).view(-1, 1)
+    qdata = torch.full((8, 8), 0x11, dtype=torch.uint8, device=device)  # all 0.5
+    x = torch.ones(1, 16, dtype=torch.float16, device=device)
+    y = small_matmul(x, qdata, scale, torch.tensor(1.0, device=device), None)
+    assert torch.equal(y.float(), 8 * scale.view(torch.float8_e4m3fn).float().T)
