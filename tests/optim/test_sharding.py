@@ -97,7 +97,8 @@ def test_shard_along_columns(name: str, stochastic: bool) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_row_wise_tensor_parallel_to_one_process(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
     """o11: pieces of 160 and 45 columns are no whole blocks: gathered and quantized once. So the moments are one
-    process's to the codes' error, twice: 2 x 0.13 of the largest for 4 bits, 2 x 0.04 for the others."""
+    process's to the codes' error, which three steps pile up to 1 + 0.9 + 0.81 times on both sides: 2 x 2.7 x 0.13 of
+    the largest for 4 bits, x 0.04 for the others, and a tenth of that on average."""
     path, options = str(tmp_path / "dcp"), {"min_quant_numel": 0}
     run(2, sharded.tensor_parallel, name, 1, shape, options, path)
     loaded, expected = sharded.plain(name, shape, options, path)[1], sharded.plain(name, shape, options)[1]
@@ -108,7 +109,8 @@ def test_row_wise_tensor_parallel_to_one_process(name: str, shape: tuple[int, in
             whole_values(torch.empty(shape), s[moment], s[moment + "_scale"], fmt, signed=moment == "exp_avg")
             for s in (loaded, expected)
         )
-        assert (left - right).abs().max() <= (0.26 if fmt.bits == 4 else 0.08) * right.abs().max()
+        bound = (0.7 if fmt.bits == 4 else 0.22) * right.abs().max()
+        assert (left - right).abs().max() <= bound and (left - right).abs().mean() <= bound / 10
 
 
 @pytest.mark.parametrize("name", NAMES)
