@@ -31,7 +31,7 @@ from halfbyte.lora import metadata as lora_metadata
 from halfbyte.lora.merge import check_factors, check_modes, merged_parts
 from halfbyte.lora.retention import Retention, retention
 from halfbyte.nvfp4.dequantize import dequantize
-from halfbyte.nvfp4.digest import weight_digest
+from halfbyte.nvfp4.digest import model_digest, weight_digest
 from halfbyte.nvfp4.format import NVFP4Parts
 from halfbyte.nvfp4.quantize import largest_magnitude, quantize
 from halfbyte.nvfp4.scaling import global_scale_for
@@ -121,6 +121,7 @@ class Merger:
         self.base, self.adapter, self.settings = base, adapter, settings
         self.recorded, self.onto, self.any_base = recorded, onto, any_base
         self.report = MergeReport(settings)
+        self.digests: dict[str, tuple[tuple[int, int], int]] = {}  # of merged weights, if the adapter recorded them
         self.recipe = str(read_record(base.folder).get("scales", "max"))
         merge_aware = recorded is not None and recorded.mode == "merge-aware"
         self.nearest_dtype = getattr(torch, recorded.quantizer.dtype) if recorded and merge_aware else base.dtype
@@ -181,6 +182,7 @@ class Merger:
                 done += sum(self.base.weights[fqn].size_bytes for fqn in group)
                 if progress is not None:
                     progress(done, todo, group[0])
+        self.check_merged_digest()
         self.write_rest(folder)
 
     def write_rest(self, folder: Path) -> None:
@@ -270,6 +272,8 @@ class Merger:
             dtype=self.nearest_dtype,
         )
         self.keep_line(fqn, "nvfp4", retention(parts, merged, factors.lora_A, factors.lora_B, factors.scaling))
+        if self.recorded is not None and self.recorded.merged_digest is not None:
+            self.digests[fqn] = (merged.shape, weight_digest(merged))
         tensors = self.base.format.encode(weight, merged)
         same = {"global_scale"} | ({"scale"} if torch.equal(bits(merged.scale), bits(parts.scale)) else set())
         return tensors | {key: self.base.shards.read(key) for c, key in weight.keys.items() if c in same}
@@ -310,6 +314,20 @@ class Merger:
             kept = retention(unmerged, merged, factors.lora_A, factors.lora_B, factors.scaling)
             self.keep_line(fqn, "nvfp4", kept)
         return merged
+
+    def check_merged_digest(self) -> None:
+        """ValueError when the trainer recorded the merged weights' digest, and under its own settings we got others."""
+        if not self.digests or self.recorded is None or self.report.warnings:
+            return
+        own, here = self.recorded.quantizer, self.settings
+        if (own.rounding, own.scales, own.seed) != (here.rounding, here.scales, here.seed):
+            return
+        digest = model_digest(self.digests)
+        if digest != self.recorded.merged_digest:
+            raise ValueError(
+                f"{self.adapter.folder}: the merged weights have digest {digest[:16]}, the adapter was trained for "
+                f"{str(self.recorded.merged_digest)[:16]}. The adapter's weights are not those of its record."
+            )
 
     def keep_line(self, fqn: str, kind: str, kept: Retention) -> None:
         self.report.layers.append(MergedLayer(fqn, kind, kept))

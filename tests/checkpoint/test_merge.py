@@ -1,5 +1,6 @@
 """Merging against PEFT on a dense copy, against the in-memory merge, and against what must not change."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from halfbyte.checkpoint.quantize import quantize_checkpoint
 from halfbyte.checkpoint.shards import Shards
 from halfbyte.lora import metadata as lora_metadata
 from halfbyte.lora.merge import merged_parts
+from halfbyte.lora.merge_aware import make_merge_aware, merged_digest, merged_weights, quantizer_of
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.nvfp4.dequantize import dequantize
 
@@ -172,6 +174,26 @@ def test_onto_a_foreign_model(tmp_path: Path, ours: Path, adapter: Path) -> None
     smaller = save_dense(tmp_path / "smaller", tiny_config(num_hidden_layers=1))
     with pytest.raises(ValueError, match=r"the base has model\.layers\.1\..*the dense model lacks it"):
         merge_checkpoint(ours, adapter, tmp_path / "out", onto=smaller)
+
+
+def test_merge_aware_adapter_becomes_the_bytes_it_was_trained_with(tmp_path: Path, ours: Path) -> None:
+    """Its seed and modes are taken from its record, and the digest it recorded must come out; else it is refused."""
+    base = load_model(ours)
+    model = make_merge_aware(make_adapter(tmp_path / "a", base, record=False), seed=11, scales="fresh")
+    described = lora_metadata.describe(
+        model, list(nvfp4_modules(load_model(ours))), mode="merge-aware", quantizer=quantizer_of(model)
+    )
+    lora_metadata.write(tmp_path / "a", dataclasses.replace(described, merged_digest=merged_digest(model)))
+    report = merge_checkpoint(ours, tmp_path / "a", tmp_path / "out")
+    assert (report.settings.seed, report.settings.scales) == (11, "fresh")
+    written = read_parts(tmp_path / "out")
+    for name, parts in merged_weights(model):
+        assert torch.equal(written[name].qdata, parts.qdata)
+        assert torch.equal(written[name].scale.view(torch.uint8), parts.scale.view(torch.uint8))
+    lora_metadata.write(tmp_path / "a", dataclasses.replace(described, merged_digest="0" * 64))
+    with pytest.raises(ValueError, match="the adapter was trained for 0000000000000000"):
+        merge_checkpoint(ours, tmp_path / "a", tmp_path / "out2")
+    merge_checkpoint(ours, tmp_path / "a", tmp_path / "out3", seed=12)
 
 
 # ---- to a dense dtype, against PEFT
