@@ -132,10 +132,11 @@ class MergeAwareLinear(PeftLoraLinear):
     def merged_weight(self) -> NVFP4Parts:
         """W' of the active adapter, the base where none is active: the bytes that a merge writes."""
         adapter = self.merge_aware_adapter()
-        base = self.base_layer.parts()
+        parts = self.frozen().parts()
         if adapter is None:
-            return base
-        return merge(base, self.lora_A[adapter].weight, self.lora_B[adapter].weight, self.scaling[adapter], self.recipe)
+            return parts
+        lora_A, lora_B, scaling = self.factors(adapter)
+        return merge(parts, lora_A, lora_B, scaling, self.recipe)
 
     def kept_components(self, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Components:
         """The packed W', computed when a factor, the scaling or the base changed since."""
