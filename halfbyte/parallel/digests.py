@@ -1,5 +1,8 @@
 """Content digests of a whole model, by name, to compare what ranks hold."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -33,3 +36,28 @@ def tensor_digest(tensor: Tensor) -> int:
     rest[:num_rest] = raw[raw.numel() - num_rest :]
     rest_digest = digest_words(rest.view(torch.int64).view(1, ROW_WORDS), component=0, row_offset=num_rows)
     return (digest_words(body, component=0, width=ROW_WORDS) + rest_digest) & MASK
+
+
+def row_digest(tensor: Tensor, *, row_offset: int = 0) -> int:
+    """64-bit digest that adds up (modulo 2^64) over pieces cut along the first dimension.
+
+    row_offset  where the piece begins in the whole tensor.
+    """
+    if tensor.numel() == 0:
+        return 0
+    rows = tensor.detach().reshape(tensor.shape[0] if tensor.dim() else 1, -1).contiguous().view(torch.uint8)
+    if rows.shape[1] % 8 or rows.storage_offset() % 8:
+        padded = torch.zeros(rows.shape[0], -(-rows.shape[1] // 8) * 8, dtype=torch.uint8, device=rows.device)
+        padded[:, : rows.shape[1]] = rows
+        rows = padded
+    return digest_words(rows.view(torch.int64), component=0, row_offset=row_offset)
+
+
+def digest_sums(payloads: Iterable[dict[str, Any]]) -> dict[int, dict[str, int]]:
+    """Sums of `shards` digests per name over the ranks of each `copy` of the model."""
+    sums: dict[int, dict[str, int]] = {}
+    for payload in payloads:
+        copy = sums.setdefault(payload["copy"], {})
+        for name, digest in payload["shards"].items():
+            copy[name] = (copy.get(name, 0) + digest) & MASK
+    return sums

@@ -21,7 +21,8 @@ from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.nvfp4.linear import COMPONENTS
 from halfbyte.parallel.agree import CHECK_TIMEOUT_S, agree, together, world_size
 from halfbyte.parallel.broadcast import BUCKET_BYTES, broadcast_tensors
-from halfbyte.parallel.describe import Description, describe, differences, differences_error, named_tensors
+from halfbyte.parallel.compare import compare_models
+from halfbyte.parallel.describe import named_tensors
 from halfbyte.parallel.digests import content_digests
 from halfbyte.parallel.materialize import has_meta, materialize
 
@@ -60,7 +61,10 @@ def synchronize(
     if world_size(group) == 1:
         return None
     start = time.monotonic()
-    description = _compare(model, group, timeout, device)
+    description, source = compare_models(model, group=group, timeout=timeout)
+    with together("Allocating memory for the model", group=group, timeout=timeout):
+        if has_meta(model):
+            materialize(model, device or _local_device(source))
     compared = time.monotonic()
     # Sorted by name: the modules of two ranks may have been registered in another order.
     tensors = named_tensors(model)
@@ -84,34 +88,6 @@ def leave_components_to_us(model: nn.Module) -> None:
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     ignored |= {f"{fqn}.{name}" for fqn in nvfp4_modules(model) for name in COMPONENTS}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
-
-
-def _compare(
-    model: nn.Module, group: dist.ProcessGroup | None, timeout: float, device: torch.device | str | None
-) -> Description:
-    """Steps 1 and 2; returns this rank's description."""
-    error: Exception | None = None
-    payload = None
-    try:
-        payload = {"model": describe(model), "device": _device_type(model)}
-    except Exception as caught:
-        error = caught
-    payloads = agree("Comparing the model across ranks", payload, error=error, group=group, timeout=timeout)
-    lines = differences([p["model"] for p in payloads])
-    if lines:
-        raise differences_error(lines)
-    if payloads[0]["device"] == "meta":
-        raise ValueError("Rank 0's model is on the meta device: rank 0 must load the checkpoint, the others need not.")
-    with together("Allocating memory for the model", group=group, timeout=timeout):
-        if has_meta(model):
-            materialize(model, device or _local_device(payloads[0]["device"]))
-    return payloads[dist.get_rank(group)]["model"]
-
-
-def _device_type(model: nn.Module) -> str:
-    if has_meta(model):
-        return "meta"
-    return next((t.device.type for t in model.parameters()), "cpu")
 
 
 def _local_device(device_type: str) -> torch.device:

@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from halfbyte.lora.merge_aware import make_merge_aware
+from halfbyte.nvfp4.activation import ActivationQuant
+from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.parallel import ddp
 from tests.parallel.models import batch, loss_of, tiny_lora, trainable
 
@@ -29,6 +32,7 @@ class Case:
     differently_seeded: bool = False  # every rank draws its own adapter; rank zero's must win
     on_meta: bool = False  # ranks above zero have no weights
     short_last: bool = False  # rank zero has one batch more than the others: join
+    mode: str = "plain"  # or dynamic, merge-aware, "merge-aware dynamic"
     device: str = "cpu"
     ddp: dict[str, Any] = field(default_factory=dict)
 
@@ -50,6 +54,11 @@ def make(case: Case, rank: int = 0) -> nn.Module:
         packed=case.packed,
         device="meta" if case.on_meta and rank else case.device,
     )
+    if "dynamic" in case.mode:
+        for layer in nvfp4_modules(model).values():
+            layer.activation = ActivationQuant()
+    if "merge-aware" in case.mode:
+        make_merge_aware(model, cache=False)
     if case.unused:
         model.spare = nn.Linear(3, 3)
     if case.checkpointing is not None:

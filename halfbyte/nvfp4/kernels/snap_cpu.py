@@ -149,7 +149,8 @@ def snap_low_rank(
         for key, count in zip(keys or (0, 0), (n, k), strict=True)
     )
     arguments = (
-        qdata.detach().contiguous().numpy(),
+        # A copy: numpy() pins a tensor's storage for good, and FSDP2 frees and refills the storage of what it gathers.
+        qdata.detach().clone(memory_format=torch.contiguous_format).numpy(),
         step_inv.numpy(),
         padded(up.T).T.contiguous().numpy(),
         padded(down).numpy(),
