@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.checkpoint.formats.base import Format
+from halfbyte.checkpoint.formats.compressed_tensors import CompressedTensorsFormat
+from halfbyte.checkpoint.formats.modelopt import QUANT_FILE, ModelOptFormat
 from halfbyte.checkpoint.formats.torchao import TorchaoFormat
 
 CONFIG_FILE = "config.json"
-FORMATS: dict[str, Format] = {"torchao": TorchaoFormat()}
+FORMATS: dict[str, Format] = {
+    format.name: format for format in (TorchaoFormat(), CompressedTensorsFormat(), ModelOptFormat())
+}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -41,11 +45,11 @@ def detect(folder: Path, config: dict[str, Any]) -> Format | None:
                 f"{folder / CONFIG_FILE}: quantization_config has no quant_method, found {str(block)[:80]}."
             )
         claims.append(block["quant_method"])
-    if (folder / "hf_quant_config.json").exists():
+    if (folder / QUANT_FILE).exists():
         claims.append("modelopt")
     if len(set(claims)) > 1:
         raise ValueError(
-            f"{folder}: config.json says {claims[0]}, hf_quant_config.json says {claims[1]}. Remove the wrong one."
+            f"{folder}: config.json says {claims[0]}, {QUANT_FILE} says {claims[1]}. Remove the wrong one."
         )
     if not claims:
         return None

@@ -8,6 +8,7 @@ model as quantized, which makes trainers refuse it or treat it as somebody else'
 """
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.checkpoint.contents import Fp8Weight, read_contents
 from halfbyte.checkpoint.detect import detect, read_config
 from halfbyte.checkpoint.formats.base import Format, StoredWeight
 from halfbyte.checkpoint.hub import local_folder
@@ -49,12 +51,14 @@ def load_model(
         )
     with Shards(folder) as shards:
         skeleton = Skeleton.from_folder(folder, dtype=as_dtype(dtype))
-        stored = format.find(shards, config, lambda key: skeleton.target(key).name)
-        if not stored:
+        contents = read_contents(shards, format, config, lambda key: skeleton.target(key).name)
+        if not contents.weights:
             raise ValueError(f"{folder}: its config says {format.name}, but it holds no NVFP4 weight.")
-        layers = match_layers(skeleton, shards, stored)
-        claimed = {key for weight in stored.values() for key in weight.keys.values()}
-        load_dense(skeleton, shards, [key for key in shards if key not in claimed], set(layers), device)
+        layers = match_layers(skeleton, shards, contents.weights)
+        if contents.notice:
+            warnings.warn(f"{folder}: {contents.notice}.", stacklevel=2)
+        dense = {key: lazy(shards, key, device, contents.fp8.get(key)) for key in [*contents.dense, *contents.fp8]}
+        load_dense(skeleton, shards, dense, set(layers), device)
         for fqn, weight in layers.items():
             place(skeleton.model, fqn, read_layer(format, shards, weight, skeleton, fqn, device))
     return finish(skeleton, folder, device)
@@ -69,7 +73,7 @@ def load_dense_model(
         raise ValueError(f"{folder}: found a quantized model, expected a dense one.")
     with Shards(folder) as shards:
         skeleton = Skeleton.from_folder(folder, dtype=as_dtype(dtype))
-        load_dense(skeleton, shards, list(shards), set(), device)
+        load_dense(skeleton, shards, {key: lazy(shards, key, device) for key in shards}, set(), device)
     return finish(skeleton, folder, device)
 
 
@@ -149,19 +153,23 @@ class LazyTensor:
         return self._read()[index]
 
 
-def lazy(shards: Shards, key: str, device: torch.device | str) -> LazyTensor:
+def lazy(shards: Shards, key: str, device: torch.device | str, fp8: Fp8Weight | None = None) -> LazyTensor:
+    """A key's tensor, or the dense form of an FP8 weight; without values when the model is to stay on meta."""
     spec = shards.spec(key)
-    if torch.device(device).type == "meta":
-        read = lambda: torch.empty(spec.shape, dtype=spec.dtype, device="meta")  # noqa: E731
-    else:
-        read = lambda: shards.read(key)  # noqa: E731
-    return LazyTensor(read, DTYPE_NAMES[spec.dtype], spec.shape)
+    dtype = torch.float32 if fp8 is not None else spec.dtype
+
+    def read() -> Tensor:
+        if torch.device(device).type == "meta":
+            return torch.empty(spec.shape, dtype=dtype, device="meta")
+        return shards.read(key) if fp8 is None else fp8.read(shards, dtype)
+
+    return LazyTensor(read, DTYPE_NAMES[dtype], spec.shape)
 
 
 def load_dense(
-    skeleton: Skeleton, shards: Shards, keys: list[str], quantized: set[str], device: torch.device | str
+    skeleton: Skeleton, shards: Shards, tensors: dict[str, LazyTensor], quantized: set[str], device: torch.device | str
 ) -> None:
-    """Load these keys into the skeleton with transformers' own renaming, fusing and casting; then tie.
+    """Load these tensors into the skeleton with transformers' own renaming, fusing and casting; then tie.
 
     quantized  fqns whose `.weight` comes from elsewhere.
     """
@@ -175,7 +183,7 @@ def load_dense(
         dtype_plan=model._get_dtype_plan(skeleton.dtype),
         weight_mapping=skeleton.mapping,
     )
-    info, _ = convert_and_load_state_dict_in_model(model, {key: lazy(shards, key, device) for key in keys}, config)
+    info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
     info.missing_keys -= {f"{fqn}.weight" for fqn in quantized}
     if info.mismatched_keys:
         name, found, expected = sorted(info.mismatched_keys)[0]

@@ -1,0 +1,111 @@
+"""NVFP4 as NVIDIA ModelOpt exports it; TensorRT-LLM, vLLM and SGLang read it.
+
+Source: nvidia-modelopt 0.47, torch/export (unified_export_hf.py, quant_utils.py, convert_hf_config.py). Declared in
+hf_quant_config.json and, in newer exports, mirrored in config.json. AWQ and SVDQuant variants carry further tensors
+that change the layer's function (pre_quant_scale, svdquant_lora_a) and are refused.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.checkpoint.formats.base import Rename, StoredWeight, same_name
+from halfbyte.checkpoint.formats.keyed import KeyedLayout
+from halfbyte.checkpoint.shards import Shards
+from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts
+from halfbyte.nvfp4.linear import ActivationQuant
+
+QUANT_FILE = "hf_quant_config.json"
+LAYOUT = KeyedLayout(
+    names={"qdata": "weight", "scale": "weight_scale", "global_scale": "weight_scale_2", "act_scale": "input_scale"},
+    scalar_shape=(),
+    reciprocal=False,
+)
+W4A4, W4A16, MIXED = "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"
+FUNCTION_CHANGING = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
+
+
+class ModelOptFormat:
+    """`Format` for ModelOpt's NVFP4 exports."""
+
+    name = "modelopt"
+
+    def find(self, shards: Shards, config: Mapping[str, Any], rename: Rename = same_name) -> dict[str, StoredWeight]:
+        check_algorithm(shards, config)
+
+        def activation_of(fqn: str, scale: float | None) -> ActivationQuant | None:
+            return None if scale is None else ActivationQuant(scale=scale)
+
+        return LAYOUT.find(shards, rename, activation_of)
+
+    def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
+        return LAYOUT.read(shards, stored)
+
+    def plan(
+        self,
+        fqn: str,
+        model_fqn: str,
+        shape: tuple[int, int],
+        activation: ActivationQuant | None,
+        dtype: torch.dtype,
+    ) -> StoredWeight:
+        return LAYOUT.plan(fqn, model_fqn, shape, activation)
+
+    def encode(self, stored: StoredWeight, parts: NVFP4Parts) -> dict[str, Tensor]:
+        return LAYOUT.encode(stored, parts)
+
+    def file_metadata(self, names: list[str], weights: Mapping[str, StoredWeight]) -> dict[str, str]:
+        return {}
+
+    def declare(
+        self, config: Mapping[str, Any], weights: Mapping[str, StoredWeight], dense_linears: list[str]
+    ) -> dict[str, Any]:
+        arguments = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
+        w4a4 = any(weight.activation is not None for weight in weights.values())
+        group = {"weights": arguments, "targets": ["Linear"], **({"input_activations": arguments} if w4a4 else {})}
+        block = {
+            "config_groups": {"group_0": group},
+            "ignore": sorted(dense_linears),
+            "quant_algo": W4A4 if w4a4 else W4A16,
+            "producer": producer(),
+            "quant_method": self.name,
+        }
+        return {**config, "quantization_config": block}
+
+    def extra_files(self, config: Mapping[str, Any], dense_linears: list[str]) -> dict[str, Any]:
+        quantization = {
+            "quant_algo": config["quantization_config"]["quant_algo"],
+            "kv_cache_quant_algo": None,
+            "group_size": BLOCK_SIZE,
+            "exclude_modules": sorted(dense_linears),
+        }
+        return {QUANT_FILE: {"producer": producer(), "quantization": quantization}}
+
+
+def producer() -> dict[str, str]:
+    """Who wrote the file. Readers of ModelOpt files look for the name "modelopt", not at the version."""
+    from halfbyte import __version__
+
+    return {"name": "modelopt", "version": f"halfbyte-{__version__}"}
+
+
+def algorithm(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """quant_algo of hf_quant_config.json or config.json."""
+    from halfbyte.checkpoint.detect import read_json
+
+    path = folder / QUANT_FILE
+    block = read_json(path).get("quantization", {}) if path.exists() else config.get("quantization_config") or {}
+    return block.get("quant_algo")
+
+
+def check_algorithm(shards: Shards, config: Mapping[str, Any]) -> None:
+    """ValueError for an algorithm whose layers compute something else than NVFP4 weights do."""
+    found = algorithm(shards.folder, config)
+    if found not in (W4A4, W4A16, MIXED):
+        raise ValueError(f"{shards.folder}: ModelOpt's quant_algo is {found}, expected {W4A4}, {W4A16} or {MIXED}.")
+    for key in shards:
+        if key.endswith(FUNCTION_CHANGING):
+            raise ValueError(f"{shards.path_of(key)}: {key} belongs to AWQ or SVDQuant, which halfbyte does not read.")
