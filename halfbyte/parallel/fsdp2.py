@@ -134,7 +134,8 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     classes: set[str] = set()
     for module in model.modules():
         classes |= set(getattr(module, "_no_split_modules", None) or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in classes]
+    # The whole ancestry, since `fully_shard` puts a subclass in the place of a module's class.
+    blocks = [m for m in model.modules() if classes & {ancestor.__name__ for ancestor in type(m).__mro__}]
     if not blocks:
         raise ValueError(
             f"{type(model).__name__} does not say which modules are its blocks (_no_split_modules). "
