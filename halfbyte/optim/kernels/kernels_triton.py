@@ -175,24 +175,30 @@ def _adam(param, grad, m, v, d, hyper, AMSGRAD: tl.constexpr, DECOUPLED: tl.cons
 
 
 @triton.jit
+def _round_bits(x, add):
+    """fp32 -> bf16: the upper half of x's bits plus `add` (uint32 below 2^16); NaN and Inf as they are."""
+    bits = x.to(tl.uint32, bitcast=True)
+    special = (bits & 0x7F800000) == 0x7F800000
+    return (tl.where(special, bits, bits + add) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def _round(x, index, row, hyper, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, FLAT: tl.constexpr, FAST: tl.constexpr):
     """fp32 -> DTYPE; stochastically (halfbyte.optim.rounding) by each element's local index (int64)."""
-    if FAST and not STOCHASTIC:
-        return x.to(DTYPE)
-    if DTYPE != tl.bfloat16:  # noqa: SIM300
-        return x.to(DTYPE)
-    bits = x.to(tl.uint32, bitcast=True)
     if STOCHASTIC:
         if not FLAT:
             inner = tl.load(row + INNER)
             index = index // inner * tl.load(row + OUTER) + index % inner
         index += tl.load(row + OFFSET)
         high = (index >> 32).to(tl.uint32)
-        add = _fmix32(index.to(tl.uint32) * hyper[MULTIPLY] + hyper[KEY] + high * 0x85EBCA6B) & 0xFFFF
-    else:  # to nearest, ties to even: the interpreter's own cast truncates
-        add = 0x7FFF + ((bits >> 16) & 1)
-    special = (bits & 0x7F800000) == 0x7F800000
-    return (tl.where(special, bits, bits + add) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        rounded = _round_bits(
+            x, _fmix32(index.to(tl.uint32) * hyper[MULTIPLY] + hyper[KEY] + high * 0x85EBCA6B) & 0xFFFF
+        )
+    elif DTYPE == tl.bfloat16 and not FAST:  # noqa: SIM300 - the interpreter's own cast truncates
+        rounded = _round_bits(x, 0x7FFF + ((x.to(tl.uint32, bitcast=True) >> 16) & 1))
+    else:
+        rounded = x.to(DTYPE)
+    return rounded
 
 
 @triton.jit
@@ -324,17 +330,20 @@ def _step_tile(
                       FMT, False, STRETCH_V, BITS_V, MASKED, NATIVE_E4M3, TILE_ROWS, BLOCK, FAST)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["chunk_rows"], do_not_specialize_on_alignment=["found_inf_at"])
+@triton.jit(do_not_specialize=["chunk_tiles"], do_not_specialize_on_alignment=["found_inf_at"])
 def step_blocks(
-    table, grads, scalars, chunk_tensor, chunk_rows, found_inf_at, decode_m, decode_v, encode_m, encode_v,
-    HAS_FOUND_INF: tl.constexpr, HAS_TAILS: tl.constexpr, ALIGNED: tl.constexpr, G: tl.constexpr,
+    table, grads, scalars, chunk_tensor, chunk_tiles, found_inf_at, decode_m, decode_v, encode_m, encode_v,
+    HAS_FOUND_INF: tl.constexpr, TAILS: tl.constexpr, ALIGNED: tl.constexpr, G: tl.constexpr,
     P: tl.constexpr, FMT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr, AMSGRAD: tl.constexpr,
     DECOUPLED: tl.constexpr, STOCHASTIC: tl.constexpr, FLAT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
     STRETCH_M: tl.constexpr, BITS_M: tl.constexpr, STRETCH_V: tl.constexpr, BITS_V: tl.constexpr,
     HAS_GRAD_FACTOR: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """One program steps one chunk: `chunk_rows` blocks (a multiple of TILE_ROWS) of a quantized tensor."""
+    """One program steps one chunk, `chunk_tiles` whole tiles of a quantized tensor; or (TAILS) its last, partial tile.
+
+    Two launches, because the masks of a partial tile take so many registers that half the warps would fit.
+    """
     if HAS_FOUND_INF:  # noqa: SIM102 - a compile-time condition stands alone
         if tl.load(found_inf_at) != 0.0:
             return
@@ -353,30 +362,28 @@ def step_blocks(
         d_codes = _address(row, MAX_EXP_AVG_SQ, tl.uint8, ALIGNED)
         d_scales = _address(row, MAX_EXP_AVG_SQ + 1, tl.float32, ALIGNED)
     numel = tl.load(row + NUMEL)
-    begin = (pid - tl.load(row + FIRST_CHUNK)) * chunk_rows
-    end = tl.minimum(begin + chunk_rows, tl.cdiv(numel, BLOCK_SIZE))
-    num_whole = ((tl.minimum(end, numel // BLOCK_SIZE) - begin) // TILE_ROWS).to(tl.int32)
-    for i in range(num_whole):
-        _step_tile(begin + i * TILE_ROWS, numel, row, param_at, grad_at, m_codes, m_scales, v_codes, v_scales,
+    num_tiles = numel // (TILE_ROWS * BLOCK_SIZE)
+    if TAILS:
+        _step_tile(num_tiles * TILE_ROWS, numel, row, param_at, grad_at, m_codes, m_scales, v_codes, v_scales,
                    d_codes, d_scales, hyper, decode_m, decode_v, encode_m, encode_v,
-                   P, FMT, BLOCK_SIZE, BLOCK, TILE_ROWS, BLOCK != BLOCK_SIZE, AMSGRAD, DECOUPLED, STOCHASTIC, FLAT,
+                   P, FMT, BLOCK_SIZE, BLOCK, TILE_ROWS, True, AMSGRAD, DECOUPLED, STOCHASTIC, FLAT,
                    NATIVE_E4M3, STRETCH_M, BITS_M, STRETCH_V, BITS_V, HAS_GRAD_FACTOR, FAST)  # fmt: skip
-    if HAS_TAILS:
-        rest = begin + num_whole * TILE_ROWS
-        if rest < end:
-            _step_tile(rest, numel, row, param_at, grad_at, m_codes, m_scales, v_codes, v_scales,
+    else:
+        begin = (pid - tl.load(row + FIRST_CHUNK)) * chunk_tiles
+        for i in range(tl.minimum(chunk_tiles, num_tiles - begin).to(tl.int32)):
+            _step_tile((begin + i) * TILE_ROWS, numel, row, param_at, grad_at, m_codes, m_scales, v_codes, v_scales,
                        d_codes, d_scales, hyper, decode_m, decode_v, encode_m, encode_v,
-                       P, FMT, BLOCK_SIZE, BLOCK, TILE_ROWS, True, AMSGRAD, DECOUPLED, STOCHASTIC, FLAT,
+                       P, FMT, BLOCK_SIZE, BLOCK, TILE_ROWS, BLOCK != BLOCK_SIZE, AMSGRAD, DECOUPLED, STOCHASTIC, FLAT,
                        NATIVE_E4M3, STRETCH_M, BITS_M, STRETCH_V, BITS_V, HAS_GRAD_FACTOR, FAST)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["chunk_size"], do_not_specialize_on_alignment=["found_inf_at"])
+@triton.jit(do_not_specialize=["chunk_tiles"], do_not_specialize_on_alignment=["found_inf_at"])
 def step_plain(
-    table, grads, scalars, chunk_tensor, chunk_size, found_inf_at,
+    table, grads, scalars, chunk_tensor, chunk_tiles, found_inf_at,
     HAS_FOUND_INF: tl.constexpr, P: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr, AMSGRAD: tl.constexpr,
     DECOUPLED: tl.constexpr, STOCHASTIC: tl.constexpr, FLAT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """One program steps `chunk_size` values of a tensor whose states are fp32 (usually a small one)."""
+    """One program steps `chunk_tiles` tiles of a tensor whose states are fp32 (usually a small one)."""
     if HAS_FOUND_INF:  # noqa: SIM102 - a compile-time condition stands alone
         if tl.load(found_inf_at) != 0.0:
             return
@@ -384,8 +391,8 @@ def step_plain(
     tensor = tl.load(chunk_tensor + pid)
     row = table + tensor.to(tl.int64) * COLUMNS
     hyper = _hyper(scalars + tensor * SCALARS)
-    begin = (pid - tl.load(row + FIRST_CHUNK)) * chunk_size
-    end = tl.minimum(begin + chunk_size, tl.load(row + NUMEL))
+    begin = (pid - tl.load(row + FIRST_CHUNK)) * chunk_tiles * TILE
+    end = tl.minimum(begin + chunk_tiles * TILE, tl.load(row + NUMEL))
     grad_at = _address(grads + tensor, 0, G, False)
     param_at = _address(row, PARAM, P, False)
     m_at = _address(row, EXP_AVG, tl.float32, False)

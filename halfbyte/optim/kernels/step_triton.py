@@ -102,7 +102,7 @@ def step(
             "enable_fp_fusion": True,
         }
         for launch in plan.launches:
-            if launch.quantized:
+            if launch.kind.quantized:
                 has_grad_factor = grad_scale is not None or hyper.maximize
                 _launch_blocks(plan, launch, fmt, found_inf, has_grad_factor, flags, tuning)
             else:
@@ -130,7 +130,7 @@ def _plan(
         )
     tile = _tile(fmt, tuning)[1] * fmt.block_size
     limits = (tuning.max_programs, tuning.min_tiles, tuning.max_tiles)
-    chunking = {True: Chunking(fmt.block_size, tile, *limits), False: Chunking(1, PLAIN_TILE, *limits)}
+    chunking = {True: Chunking(tile, *limits), False: Chunking(PLAIN_TILE, *limits)}
     plan = Plan(params, grads, states, counters, chunking)
     plan.set_grads([grad.data_ptr() for grad in grads])
     return plan
@@ -185,9 +185,9 @@ def _launch_blocks(
         encode_table(name, signed, device) if (name, signed) in STRETCH else plan.scalars for signed in (True, False)
     ]
     step_blocks[(launch.chunk_tensor.numel(),)](
-        plan.table, plan.grads, plan.scalars, launch.chunk_tensor, launch.chunk_units,
+        plan.table, plan.grads, plan.scalars, launch.chunk_tensor, launch.chunk_tiles,
         plan.scalars if found_inf is None else found_inf, *tables,
-        HAS_TAILS=launch.has_tails, ALIGNED=launch.aligned, FMT=name, BLOCK_SIZE=fmt.block_size, BLOCK=block,
+        TAILS=launch.kind.tails, ALIGNED=launch.kind.aligned, FMT=name, BLOCK_SIZE=fmt.block_size, BLOCK=block,
         TILE_ROWS=tile_rows, NATIVE_E4M3=_casts_e4m3(device),
         STRETCH_M=STRETCH.get((name, True), 1.0), BITS_M=BIN_BITS.get((name, True), 0),
         STRETCH_V=STRETCH.get((name, False), 1.0), BITS_V=BIN_BITS.get((name, False), 0),
@@ -202,6 +202,6 @@ def _casts_e4m3(device: torch.device) -> bool:
 
 def _launch_plain(plan: Plan, launch: Launch, found_inf: Tensor | None, flags: dict[str, Any]) -> None:
     step_plain[(launch.chunk_tensor.numel(),)](
-        plan.table, plan.grads, plan.scalars, launch.chunk_tensor, launch.chunk_units,
+        plan.table, plan.grads, plan.scalars, launch.chunk_tensor, launch.chunk_tiles,
         plan.scalars if found_inf is None else found_inf, TILE=PLAIN_TILE, **flags,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from halfbyte.optim.rounding import Counter
 
-COLUMNS = 16
+NUMEL, FIRST_CHUNK = 8, 9  # columns, as in kernels_triton.py
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 ALIGNMENT = 16  # bytes of the widest load
 
@@ -25,10 +25,9 @@ State = dict[str, Tensor]
 
 
 class Chunking(NamedTuple):
-    """How a launch cuts its tensors: a program steps `tiles` tiles of `tile` values (blocks of a quantized tensor)."""
+    """How a launch cuts its tensors: a program steps a chunk of whole tiles of `tile` values."""
 
-    unit: int  # values that the kernel counts in: the block size, or 1
-    tile: int  # values of a tile, a multiple of unit
+    tile: int
     max_programs: int  # aim at no more, by longer chunks
     min_tiles: int
     max_tiles: int
@@ -42,17 +41,22 @@ class Chunking(NamedTuple):
 class Launch(NamedTuple):
     """One launch over tensors that share a kernel.
 
-    quantized, aligned   which kernel; aligned: every address is a multiple of 16 bytes.
-    chunk_tensor         int32 [programs], the tensor of each.
-    chunk_units          units a program steps.
-    has_tails            whether some tensor is not a whole number of tiles.
+    kind          which kernel and what it may assume.
+    chunk_tensor  int32 [programs], the tensor of each.
+    chunk_tiles   tiles a program steps.
     """
+
+    kind: "Kind"
+    chunk_tensor: Tensor
+    chunk_tiles: int
+
+
+class Kind(NamedTuple):
+    """quantized: codes, not fp32 states; aligned: all addresses are multiples of 16; tails: last, partial tiles."""
 
     quantized: bool
     aligned: bool
-    chunk_tensor: Tensor
-    chunk_units: int
-    has_tails: bool
+    tails: bool
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
@@ -74,7 +78,7 @@ class Plan:
     table     int64 [tensors, COLUMNS], see kernels_triton.py for the columns.
     grads     int64 [tensors], addresses.
     scalars   fp32 [tensors, 16], written by the kernel `prepare`.
-    launches  at most three: quantized and aligned, quantized, plain.
+    launches  one for quantized tensors; one each, where there are any, for tails, unaligned ones and fp32 states.
     """
 
     def __init__(
@@ -89,19 +93,22 @@ class Plan:
         self.grad_key: list[int] = []
         self.device = params[0].device
         self.flat = counters is None or all(c.inner >= p.numel() for c, p in zip(counters, params, strict=True))
-        rows, kinds = [], []
+        rows: list[list[int]] = []
+        members: dict[Kind, list[int]] = {}
         for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
             pointers = _moment_pointers(state)
-            kinds.append(("exp_avg_scale" in state, is_aligned([param.data_ptr(), grad.data_ptr(), *pointers])))
             counter = tuple(counters[i]) if counters is not None else (0, 0, 0, 0)
             rows.append([param.data_ptr(), *pointers, state["step"].data_ptr(), param.numel(), 0, *counter, 0, 0])
+            quantized = "exp_avg_scale" in state
+            aligned = is_aligned([param.data_ptr(), grad.data_ptr(), *pointers])
+            whole, rest = divmod(param.numel(), chunking[quantized].tile)
+            if whole or (rest and not quantized):  # the kernel of fp32 states masks every tile
+                members.setdefault(Kind(quantized, aligned and quantized, False), []).append(i)
+            if rest and quantized:
+                members.setdefault(Kind(quantized, aligned, True), []).append(i)
         self.launches = [
-            self._launch(
-                kind, [i for i, other in enumerate(kinds) if other == kind and params[i].numel()], rows, chunking
-            )
-            for kind in sorted(set(kinds))
+            self._launch(kind, some, rows, chunking[kind.quantized]) for kind, some in sorted(members.items())
         ]
-        self.launches = [launch for launch in self.launches if launch.chunk_tensor.numel()]
         self.grads_aligned = is_aligned(addresses(grads))
         self.table = self._upload(torch.tensor(rows, dtype=torch.int64, device="cpu"))
         self.grads = torch.empty(len(rows), dtype=torch.int64, device=self.device)
@@ -146,7 +153,7 @@ class Plan:
             self._spare = None
         else:
             if self._spare is None:
-                self._spare: Tensor | None = self._pinned(torch.zeros_like(fresh))
+                self._spare = self._pinned(torch.zeros_like(fresh))
             self.grads.copy_(self._pinned(fresh), non_blocking=True)
         self.grad_key = pointers
 
@@ -156,24 +163,18 @@ class Plan:
     def _upload(self, tensor: Tensor) -> Tensor:
         return self._pinned(tensor).to(self.device, non_blocking=True)
 
-    def _launch(
-        self, kind: tuple[bool, bool], members: list[int], rows: list[list[int]], chunking: dict[bool, Chunking]
-    ) -> Launch:
+    def _launch(self, kind: Kind, members: list[int], rows: list[list[int]], cut: Chunking) -> Launch:
         """Cut the members into chunks; writes each one's first chunk into its row."""
-        quantized, aligned = kind
-        cut = chunking[quantized]
-        numels = [rows[i][8] for i in members]
-        chunk_values = cut.tiles(numels) * cut.tile
-        counts = [-(-numel // chunk_values) for numel in numels]
-        first = 0
-        for i, count in zip(members, counts, strict=True):
-            rows[i][9] = first
-            first += count
-        chunk_tensor = torch.tensor(members, dtype=torch.int32, device="cpu").repeat_interleave(
-            torch.tensor(counts, dtype=torch.int64, device="cpu")
-        )
-        has_tails = any(numel % cut.tile for numel in numels)
-        return Launch(quantized, aligned, self._upload(chunk_tensor), chunk_values // cut.unit, has_tails)
+        if kind.tails:
+            return Launch(kind, self._upload(torch.tensor(members, dtype=torch.int32, device="cpu")), 1)
+        numels = [rows[i][NUMEL] for i in members]
+        chunk_tiles = cut.tiles(numels)
+        chunk_tensor: list[int] = []
+        for i, numel in zip(members, numels, strict=True):
+            rows[i][FIRST_CHUNK] = len(chunk_tensor)
+            tiles = numel // cut.tile if kind.quantized else -(-numel // cut.tile)
+            chunk_tensor += [i] * -(-tiles // chunk_tiles)
+        return Launch(kind, self._upload(torch.tensor(chunk_tensor, dtype=torch.int32, device="cpu")), chunk_tiles)
 
 
 def _moment_pointers(state: State) -> list[int]:
