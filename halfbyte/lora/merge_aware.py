@@ -8,6 +8,7 @@ gradient passes straight through Q. docs/merge_aware.md has the formulas, the pr
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import nn
 
 from halfbyte.lora.merge import Recipe, Rounding, Scales, check_modes
@@ -32,6 +33,7 @@ def make_merge_aware(
     rounding: Rounding = "dither",
     scales: Scales = "keep",
     seed: int = 0,
+    dtype: torch.dtype | None = None,
     cache: bool | None = None,
     active: bool = True,
 ) -> nn.Module:
@@ -40,6 +42,7 @@ def make_merge_aware(
     peft_model  a PeftModel (or a model with injected adapters), before an engine wraps it. Parameters keep identity and
                 names. LoRA over a dense layer stays as it is: it merges without rounding to 4 bits.
     rounding, scales, seed   as in `merged_parts`; they are recorded with the adapter, and the merge repeats them.
+    dtype       what "nearest" rounds base + delta to before the quantizer; default: each layer's own.
     cache       keep the packed W' from one optimizer step to the next (0.5 bytes a weight), or compute it in each
                 forward and backward (no memory). Default: keep it on a CPU.
     active      False: train as plain LoRA until `set_merge_aware(model, True)` (see `start_step`).
@@ -55,7 +58,7 @@ def make_merge_aware(
     refuse(peft_model, layers)
     for fqn, layer in layers.items():
         base = cast(NVFP4Linear, layer.base_layer)
-        recipe = Recipe(base_name(fqn), seed, rounding, scales, base.dtype)
+        recipe = Recipe(base_name(fqn), seed, rounding, scales, dtype or base.dtype)
         keep = base.qdata.device.type == "cpu" if cache is None else cache
         replace_module(peft_model, fqn, MergeAwareLinear.from_peft(layer, recipe, keep, active))
     return peft_model

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfbyte.lora.merge import check_modes
+from halfbyte.lora.merge import Rounding, Scales, check_modes
 from halfbyte.lora.names import base_layers
 from halfbyte.nvfp4.activation import ActivationQuant
 from halfbyte.nvfp4.digest import model_digest, weight_digest
@@ -37,8 +37,8 @@ class Quantizer:
     dtype  base dtype that "nearest" rounds to, as torch names it ("bfloat16").
     """
 
-    rounding: str = "dither"
-    scales: str = "keep"
+    rounding: Rounding = "dither"
+    scales: Scales = "keep"
     seed: int = 0
     dtype: str = "float32"
     version: int = QUANTIZER_VERSION
@@ -104,6 +104,14 @@ def activation_text(activation: ActivationQuant | None) -> str | float:
     if activation is None:
         return "none"
     return "dynamic" if activation.scale is None else activation.scale
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that torch names so ("bfloat16"); ValueError for another word."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no torch dtype")
+    return dtype
 
 
 def versions() -> dict[str, str]:
@@ -172,6 +180,7 @@ def parse(raw: dict[str, Any], where: str) -> AdapterMetadata:
         if raw["base_digest"] != metadata.base_digest or metadata.mode not in MODES:
             raise ValueError("mode or base_digest do not fit the rest")
         check_modes(metadata.quantizer.rounding, metadata.quantizer.scales)
+        torch_dtype(metadata.quantizer.dtype)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise ValueError(f"{where}: the {KEY} key is damaged ({error!r})") from None
     if metadata.quantizer.version > QUANTIZER_VERSION:
