@@ -1,9 +1,10 @@
 """y = x @ W^T for up to 64 rows of x, straight from the 4-bit weight, which is read once.
 
 Code times block scale has at most 6 significant bits, so it is exact in bf16 and fp16, and tensor cores multiply it;
-the global scale comes after. W is the left operand (N is its M), for x has too few rows to fill one. Word j of a row
-holds columns 8j to 8j + 7: its eight codes go to eight products over j, each with every eighth column of x, so nothing
-is interleaved. K is cut into pieces to give every multiprocessor work, the pieces' sums are added in a fixed order.
+the global scale comes after. W is the left operand (N is its M), for x has too few rows to fill one. Block j of a row
+holds columns 16j to 16j + 15: its codes go to sixteen products over j, each with every sixteenth column of x, so
+nothing is interleaved (as one product over all columns the compiler decodes each scale once a value). K is cut into
+pieces to give every multiprocessor work, and the pieces' sums are added in a fixed order.
 """
 
 import torch
@@ -12,16 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.nvfp4.kernels.codec_triton import e2m1_bits_to_float, e4m3_to_float
-from halfbyte.nvfp4.kernels.words import as_words
+from halfbyte.nvfp4.kernels.words import as_blocks
 
-CODES_PER_WORD = tl.constexpr(8)
+BLOCK_SIZE = tl.constexpr(16)
 # The decoded code is value * 2^-126; the scale brings 2^118 of that back (448 * 2^118 is finite), the end 2^8.
 SCALE_OFFSET = tl.constexpr(2.0**118)
 REST = tl.constexpr(2.0**8)
 MAX_ROWS = 64
 NUM_WARPS = 4
 BLOCK_N = 64
-BLOCK_WORDS = 32
+BLOCKS = 32  # of sixteen columns, a step
 NUM_STAGES = 3
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
@@ -29,38 +30,40 @@ PROGRAMS_PER_MULTIPROCESSOR = 4
 @triton.jit
 def small_matmul_kernel(
     x_ptr,
-    words_ptr,
+    blocks_ptr,
     scale_ptr,
     partial_ptr,  # fp32 [pieces, M, N]
     m,
     n,
-    words_per_row,
-    words_per_piece,
+    blocks_per_row,
+    blocks_per_piece,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    BW: tl.constexpr,
+    BB: tl.constexpr,
 ):
     """One program: all rows of x, BN columns of y, one piece of K."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     row_m = tl.arange(0, BM)
     inside_row, inside_m = row < n, row_m < m
-    first = tl.program_id(1) * words_per_piece
-    last = tl.minimum(first + words_per_piece, words_per_row)
-    row_start = row[:, None].to(tl.int64) * words_per_row
+    first = tl.program_id(1) * blocks_per_piece
+    last = tl.minimum(first + blocks_per_piece, blocks_per_row)
+    row_start = row[:, None].to(tl.int64) * blocks_per_row
     acc = tl.zeros((BN, BM), tl.float32)
-    for start in range(first, last, BW):
-        word = start + tl.arange(0, BW)
-        inside_word = word < last
-        inside = inside_row[:, None] & inside_word[None, :]
-        words = tl.load(words_ptr + row_start + word[None, :], mask=inside, other=0)
-        scale_byte = tl.load(scale_ptr + (row_start + word[None, :]) // 2, mask=inside, other=0)
+    for start in range(first, last, BB):
+        block = start + tl.arange(0, BB)
+        inside_block = block < last
+        inside = inside_row[:, None] & inside_block[None, :]
+        codes = tl.load(blocks_ptr + row_start + block[None, :], mask=inside, other=0)
+        scale_byte = tl.load(scale_ptr + row_start + block[None, :], mask=inside, other=0)
         scale = e4m3_to_float(scale_byte.to(tl.int32)) * SCALE_OFFSET
-        x_place = word[:, None] * CODES_PER_WORD + row_m[None, :] * (words_per_row * CODES_PER_WORD)
-        inside_x = inside_word[:, None] & inside_m[None, :]
-        for i in tl.static_range(8):
-            weight = e2m1_bits_to_float(words << (28 - 4 * i)) * scale
-            x = tl.load(x_ptr + x_place + i, mask=inside_x, other=0.0)
-            acc = tl.dot(weight.to(x_ptr.dtype.element_ty), x, acc)
+        x_place = (block[:, None] + row_m[None, :] * blocks_per_row) * BLOCK_SIZE
+        inside_x = inside_block[:, None] & inside_m[None, :]
+        for half in tl.static_range(2):
+            word = (codes >> (32 * half)).to(tl.int32)
+            for i in tl.static_range(8):
+                weight = e2m1_bits_to_float(word << (28 - 4 * i)) * scale
+                x = tl.load(x_ptr + x_place + 8 * half + i, mask=inside_x, other=0.0)
+                acc = tl.dot(weight.to(x_ptr.dtype.element_ty), x, acc)
     place = tl.program_id(1).to(tl.int64) * m * n + row_m[None, :] * n + row[:, None]
     tl.store(partial_ptr + place, acc, mask=inside_row[:, None] & inside_m[None, :])
 
@@ -81,11 +84,11 @@ def add_pieces_kernel(
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def num_pieces(n: int, words_per_row: int, device: torch.device) -> int:
+def num_pieces(n: int, blocks_per_row: int, device: torch.device) -> int:
     """Into how many pieces K is cut: enough to give each multiprocessor a few programs."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // triton.cdiv(n, BLOCK_N)
-    return max(1, min(wanted, triton.cdiv(words_per_row, 2 * BLOCK_WORDS)))
+    return max(1, min(wanted, triton.cdiv(blocks_per_row, 2 * BLOCKS)))
 
 
 def small_matmul_into(
@@ -94,24 +97,23 @@ def small_matmul_into(
     """Fill out [M, N] with x [M, K] @ W^T + bias, 1 <= M <= 64; x and out bf16 or fp16, contiguous."""
     m, n = out.shape
     assert m <= MAX_ROWS
-    words = as_words(qdata)
-    words_per_row = words.shape[1]
-    pieces = num_pieces(n, words_per_row, out.device)
-    steps = triton.cdiv(triton.cdiv(words_per_row, BLOCK_WORDS), pieces)
-    pieces = triton.cdiv(words_per_row, steps * BLOCK_WORDS)
+    blocks = as_blocks(qdata)
+    blocks_per_row = blocks.shape[1]
+    steps = triton.cdiv(triton.cdiv(blocks_per_row, BLOCKS), num_pieces(n, blocks_per_row, out.device))
+    pieces = triton.cdiv(blocks_per_row, steps * BLOCKS)
     partial = torch.empty(pieces, m, n, dtype=torch.float32, device=out.device)
     small_matmul_kernel[(triton.cdiv(n, BLOCK_N), pieces)](
         x.contiguous(),
-        words,
+        blocks,
         scale.contiguous(),
         partial,
         m,
         n,
-        words_per_row,
-        steps * BLOCK_WORDS,
+        blocks_per_row,
+        steps * BLOCKS,
         BM=max(16, triton.next_power_of_2(m)),
         BN=BLOCK_N,
-        BW=BLOCK_WORDS,
+        BB=BLOCKS,
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
     )

@@ -5,7 +5,7 @@
 The product is taken in fp64, as the definition asks, so that the order of its terms does not matter. A thread holds the
 eight columns of a word for a few rows. The eighth-part of a word comes first in every shape ([8, R, W]): `down` and the
 columns' keys are laid out so beforehand, neighbouring threads then read neighbouring values, and nothing is exchanged
-between threads. `max_contiguous(..., 1)` says so to the compiler, which would otherwise give each thread four words.
+between threads. `multiple_of(..., 1)` hides from the compiler that loads could be wider (four words a thread).
 
 Limits: fp64 runs at half of fp32's rate on an A100, H100 or H200, and at 1/64 of it on consumer GPUs, where the product
 takes most of the time. Rejected: a fixed order in fp32 without fused products (equal everywhere too, but twice the
@@ -85,7 +85,7 @@ def snap_kernel(
 ):
     """One program: R rows of W words."""
     row = tl.program_id(1) * R + tl.arange(0, R)
-    word = tl.max_contiguous(tl.program_id(0) * W + tl.arange(0, W), 1)
+    word = tl.multiple_of(tl.program_id(0) * W + tl.arange(0, W), 1)
     inside_row, inside_word = row < n, word < words_per_row
     part = tl.arange(0, CODES_PER_WORD)[:, None, None]
     down_place = part * words_per_row + word[None, None, :]  # [8, 1, W]

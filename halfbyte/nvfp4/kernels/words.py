@@ -1,13 +1,21 @@
-"""Packed codes seen as 32-bit words: eight codes, column 8j in the lowest nibble."""
+"""Packed codes seen as integers of eight or sixteen codes, column 0 in the lowest nibble."""
 
 import torch
 from torch import Tensor
 
-WORD_BYTES = 4
-
 
 def as_words(qdata: Tensor) -> Tensor:
-    """uint8 [N, K/2] -> int32 [N, K/8], a view where layout and alignment allow (a slice of a flat buffer may not)."""
-    if not qdata.is_contiguous() or qdata.storage_offset() % WORD_BYTES:
+    """uint8 [N, K/2] -> int32 [N, K/8], eight codes each."""
+    return as_integers(qdata, torch.int32)
+
+
+def as_blocks(qdata: Tensor) -> Tensor:
+    """uint8 [N, K/2] -> int64 [N, K/16], the sixteen codes that share a block scale."""
+    return as_integers(qdata, torch.int64)
+
+
+def as_integers(qdata: Tensor, dtype: torch.dtype) -> Tensor:
+    """A view where layout and alignment allow; a slice of a flat buffer may begin anywhere."""
+    if not qdata.is_contiguous() or qdata.storage_offset() % dtype.itemsize:
         qdata = qdata.clone(memory_format=torch.contiguous_format)
-    return qdata.view(torch.int32)
+    return qdata.view(dtype)
