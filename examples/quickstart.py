@@ -22,6 +22,7 @@ CONFIG = Path(__file__).with_name("quickstart.yaml")
 DOCSTRINGS = Path(__file__).with_name("docstrings.py")
 FALL = 0.9  # the held-out loss must end below this share of where it began
 ANSWERS = 2
+SHOWN = 7  # lines of a table of layers
 MARK = ".quickstart"  # in a folder of ours, which a later run may replace
 
 
@@ -87,13 +88,17 @@ def halfbyte(*arguments: str) -> str:
 
 
 def command(*arguments: str, shown: list[str] | None = None) -> str:
-    """Show a command, run it, pass its output through, and stop at the first that fails."""
+    """Show a command, run it, pass its output through (long tables cut), and stop at the first that fails."""
     print(f"\n$ {shlex.join(shown or ['python', *arguments[1:]])}", flush=True)
     lines = []
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            print(line, end="", flush=True)
             lines.append(line)
+            layers = sum(" model.layers." in line for line in lines)
+            if " model.layers." not in line or layers <= SHOWN:
+                print(line, end="", flush=True)
+            elif layers == SHOWN + 1:
+                print("  ... a line for every layer ...", flush=True)
     if process.returncode:
         raise SystemExit(process.returncode)
     return "".join(lines)
@@ -108,6 +113,10 @@ def merged_loss(shown: str) -> float:
 
 def answers(base: Path, adapter: Path, heldout: Path) -> list[tuple[str, str, str]]:
     """(question, answer of the base, answer with the adapter) for the first held-out questions, decoded greedily."""
+    from halfbyte.cli.quiet import quiet_imports, quiet_libraries
+
+    quiet_imports()
+    quiet_libraries()
     from peft import PeftModel
     from transformers import AutoTokenizer
 

@@ -9,13 +9,13 @@ ImportError, and leaves as one line on stderr and exit code 2. Everything else i
 """
 
 import importlib
-import logging
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
+
+from halfbyte.cli.quiet import quiet_imports
 
 # Each verb lives in halfbyte/cli/<verb>.py, as a function of the same name.
 VERBS = {
@@ -25,7 +25,6 @@ VERBS = {
 }
 USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
 TRACEBACK = "--traceback"
-NOISY = ("torchao", "torch.utils._pytree", "DeepSpeed")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,13 +40,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         print(f"error: {one_sentence(error)}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-def quiet_imports() -> None:
-    """Keep off the screen what libraries log while they are imported, about each other and about the future."""
-    for name in NOISY:
-        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def build_app(args: Sequence[str]) -> typer.Typer:

@@ -99,8 +99,10 @@ def loss_check(base: str, adapter: str, data: str, sequence_len: int, min_retain
     model keeps less than `min_retained` of what the adapter gained.
     """
     from halfbyte.checkpoint.hub import local_folder
+    from halfbyte.cli.quiet import quiet_libraries
     from halfbyte.train.preflight import load_tokenizer
 
+    quiet_libraries()
     examples = encoded_examples(data, load_tokenizer(local_folder(base)), sequence_len)
 
     def check(folder: Path, report: "MergeReport") -> None:

@@ -25,6 +25,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a LoRA adapter on an NVFP4 base."""
+    from halfbyte.cli.quiet import quiet_libraries
     from halfbyte.train.config import load_config
 
     loaded = load_config(config, overrides or [])
@@ -37,13 +38,3 @@ def train(
     if result.loss_before is not None and result.loss_after is not None:
         print(f"held-out loss: {result.loss_before:.4f} before, {result.loss_after:.4f} after {result.step} steps")
     print(f"adapter: {result.adapter}")
-
-
-def quiet_libraries() -> None:
-    """Keep the libraries' notes and nested bars off the screen; what concerns the user is said by halfbyte."""
-    import datasets
-    import transformers
-
-    datasets.disable_progress_bars()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()

@@ -62,8 +62,22 @@ class MetricsFile(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
+            # JSON has no NaN; a number that is none is written as null
+            finite = {key: value if math.isfinite(value) else None for key, value in logs.items()}
             with self.path.open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+                file.write(json.dumps({"step": state.global_step, **finite}) + "\n")
+
+
+class Diverged(TrainerCallback):
+    """Ends a run whose loss is NaN or infinite: no later step mends that, and a save would replace a good adapter."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        loss = (logs or {}).get("loss", 0.0)
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the training loss is {loss} at step {state.global_step}, expected a number; lower learning_rate, or "
+                "raise warmup_steps, and resume from an earlier checkpoint or start anew"
+            )
 
 
 class LossPlot(TrainerCallback):
@@ -147,7 +161,7 @@ def plot_losses(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     curves = {
-        label: [(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]
+        label: [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         for label, key in (("training", "loss"), ("held out", "eval_loss"))
     }
     if not any(curves.values()):

@@ -6,7 +6,7 @@ template; packing, padding and the loss stay SFTTrainer's, which takes data with
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ class Data:
 
     def summary(self) -> str:
         """One line for the user: examples, tokens, what was cut."""
-        tokens = sum(len(ids) for ids in self.train["input_ids"])
-        trained = sum(label != encode.IGNORED for labels in self.train["labels"] for label in labels)
+        tokens = sum(len(ids) for ids, _, _ in token_batches(self.train))
+        trained = sum(int((labels != encode.IGNORED).sum()) for _, labels, _ in token_batches(self.train))
         held_out = f", {len(self.held_out):,} held out" if self.held_out is not None else ""
         lost = f"; {self.num_cut:,} cut, {self.num_dropped:,} left out" if self.num_cut or self.num_dropped else ""
         return f"{len(self.train):,} examples{held_out}, {tokens:,} tokens, loss on {trained:,}{lost}"
@@ -42,10 +42,22 @@ class Data:
     def fingerprint(self) -> str:
         """SHA-256 over the training tokens, in order: a resumed run must see the same."""
         digest = hashlib.sha256()
-        for column in ("input_ids", "labels"):
-            for values in self.train[column]:
-                digest.update(repr(values).encode())
+        for ids, labels, lengths in token_batches(self.train):
+            for values in (lengths, ids, labels):
+                digest.update(values.astype("<i8").tobytes())
         return digest.hexdigest()
+
+
+def token_batches(rows: Any, size: int = 1000) -> Iterator[tuple[Any, Any, Any]]:
+    """(input_ids, labels, lengths) as flat numpy arrays, `size` examples at a time; lists of lists would be slow."""
+    from pyarrow import compute
+
+    for batch in rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(batch_size=size):
+        ids, labels = batch["input_ids"], batch["labels"]
+        yield tuple(
+            array.to_numpy()
+            for array in (compute.list_flatten(ids), compute.list_flatten(labels), compute.list_value_length(ids))
+        )
 
 
 def load_data(config: TrainConfig, tokenizer: Any) -> Data:
@@ -68,7 +80,7 @@ def _load_all(sources: Sequence[DatasetConfig], tokenizer: Any, sequence_len: in
     from datasets import concatenate_datasets
 
     encoded = concatenate_datasets([encode_source(source, read_source(source), tokenizer) for source in sources])
-    num_cut = sum(len(ids) > sequence_len for ids in encoded["input_ids"])
+    num_cut = sum(int((lengths > sequence_len).sum()) for _, _, lengths in token_batches(encoded))
     if num_cut:
         encoded = encoded.map(lambda row: {key: values[:sequence_len] for key, values in row.items()})
     # The first token is never predicted, so a label on it alone trains nothing.

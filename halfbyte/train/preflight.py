@@ -69,6 +69,18 @@ def check_sequence_len(folder: Path, sequence_len: int) -> None:
         raise ValueError(f"sequence_len is {sequence_len}, but the model's limit is {limit} positions; lower it")
 
 
+def check_report_to(names: list[str]) -> None:
+    """ValueError for a tracker that transformers does not know, or whose package is not installed."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    for name in names:
+        try:
+            for callback in get_reporting_integration_callbacks([name]):
+                callback()
+        except Exception as error:  # each tracker's callback complains in its own way
+            raise ValueError(f"report_to: {name!r} cannot be used ({' '.join(str(error).split())})") from error
+
+
 def check_targets(model: Any, config: TrainConfig) -> None:
     """ValueError when a name of lora_target_modules or lora_modules_to_save matches no module of the model.
 

@@ -94,6 +94,7 @@ def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
     from halfbyte.checkpoint.skeleton import Skeleton
 
     build.pick_device(config)
+    preflight.check_report_to(config.report_to)
     folder = preflight.base_folder(config)
     preflight.check_sequence_len(folder, config.sequence_len)
     preflight.check_targets(Skeleton.from_folder(folder).model, config)
@@ -151,6 +152,7 @@ def make_trainer(
             callbacks.MetricsFile(output_dir / callbacks.METRICS),
             callbacks.LossPlot(output_dir / callbacks.METRICS, output_dir / callbacks.PLOT),
             callbacks.ProgressLine(),
+            callbacks.Diverged(),
         ],
         run=run,
         described=described,

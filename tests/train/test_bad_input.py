@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from halfbyte.cli.main import main
 from halfbyte.train.config import dump_config
@@ -22,6 +23,7 @@ from tests.train import tiny
         ({"lora_target_modules": ".*w_proj"}, r"'\.\*w_proj' matches no linear layer"),
         ({"lora_target_modules": []}, "matches no linear layer"),
         ({"lora_modules_to_save": ["head"]}, "'head' matches no module"),
+        ({"report_to": ["paper"]}, "report_to: 'paper' cannot be used"),
         ({"device": "cuda"}, "device is cuda, but"),
         ({"attn_implementation": "flash_attention_2"}, "attn_implementation 'flash_attention_2'"),
     ],
@@ -56,6 +58,28 @@ def test_output_dir_not_writable(name, config, tmp_path) -> None:
 def test_resume_without_a_checkpoint(config, tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         train(config(tmp_path / "out", resume_from_checkpoint=True))
+
+
+def test_a_run_that_diverges_ends_and_keeps_its_good_checkpoint(config, tmp_path, monkeypatch) -> None:
+    """An infinite learning rate after step 2 makes the loss NaN; metrics.jsonl stays JSON."""
+    real = torch.optim.AdamW.step
+
+    def explode(self, closure=None):
+        self.num_steps = getattr(self, "num_steps", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 1e-2 if self.num_steps <= 2 else float("inf")
+        return real(self, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", explode)
+    with pytest.raises(ValueError, match="training loss is nan at step 4.*lower learning_rate"):
+        train(config(tmp_path / "out", save_steps=2, save_total_limit=1))
+    assert (tmp_path / "out" / "checkpoint-2").exists() and not (tmp_path / "out" / "checkpoint-4").exists()
+
+    def refuse(text):
+        raise AssertionError(text)
+
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=refuse)["loss"] for line in lines][-1] is None
 
 
 def test_tokenizer_missing_or_without_padding(config, base, tmp_path) -> None:

@@ -103,3 +103,12 @@ def test_overrides_reach_into_lists_and_mappings() -> None:
 def test_every_key_has_help() -> None:
     assert all(field.description for field in TrainConfig.model_fields.values())
     assert "lora_r (16): Rank of the adapter." in config_help()
+
+
+def test_axolotls_names_are_ours() -> None:
+    names = """base_model adapter lora_r lora_alpha lora_dropout lora_target_modules datasets sequence_len
+    sample_packing micro_batch_size gradient_accumulation_steps num_epochs max_steps learning_rate lr_scheduler
+    warmup_steps optimizer
+    weight_decay max_grad_norm gradient_checkpointing bf16 save_steps eval_steps val_set_size seed output_dir
+    resume_from_checkpoint"""
+    assert set(names.split()) <= TrainConfig.model_fields.keys()
