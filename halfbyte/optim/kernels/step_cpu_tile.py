@@ -19,9 +19,10 @@ from numba import njit
 from halfbyte.optim.kernels.codec_cpu import (
     EIGHT,
     FOUR,
-    block_amax_bits,
-    decode_block,
-    encode_block,
+    amax_bits,
+    decode,
+    decode_pairs,
+    encode,
     pack,
     scale_of,
     unpack,
@@ -186,19 +187,6 @@ def _amsgrad(p, g, m, v, d, keep, weight1, beta2, weight2, factor, root, eps):
 
 
 @helper
-def _silence(moments, lo, bad):
-    """Mark the elements of which a moment is not finite, and set their moments to 0: no share in any scale."""
-    for i in range(bad.size):
-        bad[i] = 0
-        for k in range(moments.shape[0]):
-            if U32(bits_of(moments[k, lo + i]) & U32(0x7F800000)) == INF_BITS:
-                bad[i] = 1
-        if bad[i]:
-            for k in range(moments.shape[0]):
-                moments[k, lo + i] = F32(0)
-
-
-@helper
 def _code_of_bad(fmt, signed):
     """state_ops: the zero code of a first moment, the largest code of a second."""
     if signed:
@@ -207,26 +195,29 @@ def _code_of_bad(fmt, signed):
 
 
 @helper
-def _encode(moments, lo, hi, fmt, scales, codes, bad):
-    """Encode one block, values lo..hi of a tile: moments [K, tile] fp32 -> codes [K, tile], one a byte; scales [K].
+def _scale_block(moments, lo, hi, fmt, block, scales, bad):
+    """Scales of one block, values lo..hi of a tile: moments [K, tile] fp32 -> scales[:, block]; bad [tile] uint8.
 
-    exp_avg comes first and is the only signed one.
+    Where a moment is not finite, its element is marked in `bad` and all its moments are set to 0, so that it has no
+    share in any scale; then returns False.
     """
-    num_moments, worst = moments.shape[0], U32(0)
-    for k in range(num_moments):
-        amax = block_amax_bits(moments[k][lo:hi])
-        scales[k] = scale_of(amax, fmt)
-        worst = amax if amax > worst else worst
-    if worst >= INF_BITS:
-        _silence(moments, lo, bad[: hi - lo])
-        for k in range(num_moments):
-            scales[k] = scale_of(block_amax_bits(moments[k][lo:hi]), fmt)
-    for k in range(num_moments):
-        encode_block(moments[k][lo:hi], scales[k], fmt, k == 0, codes[k][lo:hi])
-        if worst >= INF_BITS:
-            for i in range(hi - lo):
-                if bad[i]:
-                    codes[k, lo + i] = _code_of_bad(fmt, k == 0)
+    worst = U32(0)
+    for k in range(moments.shape[0]):
+        largest = amax_bits(moments[k][lo:hi])
+        scales[k, block] = scale_of(largest, fmt)
+        worst = largest if largest > worst else worst
+    if worst < INF_BITS:
+        return True
+    for i in range(lo, hi):
+        for k in range(moments.shape[0]):
+            if U32(bits_of(moments[k, i]) & INF_BITS) == INF_BITS:
+                bad[i] = 1
+        if bad[i]:
+            for k in range(moments.shape[0]):
+                moments[k, i] = F32(0)
+    for k in range(moments.shape[0]):
+        scales[k, block] = scale_of(amax_bits(moments[k][lo:hi]), fmt)
+    return False
 
 
 @helper
@@ -237,35 +228,40 @@ def _read_moments(row, start, n, fmt, block_size, moments, codes):
         if row[QUANTIZED] == 0:
             _copy(_floats(address, start, n), moments[k][:n])
             continue
-        if fmt == FOUR:
-            tile = codes[k][:n]
-            unpack(_bytes(address, start // 2, (n + 1) // 2), tile)
+        scales = _floats(row[MOMENTS + 2 * k + 1], start // block_size, (n + block_size - 1) // block_size)
+        if fmt != FOUR:
+            decode(_bytes(address, start, n), scales, block_size, fmt, k == 0, moments[k][:n])
+            continue
+        packed = _bytes(address, start // 2, (n + 1) // 2)
+        if k == 0 and n % 2 == 0:
+            decode_pairs(packed, scales, block_size, moments[k][:n])
         else:
-            tile = _bytes(address, start, n)
-        num_blocks = (n + block_size - 1) // block_size
-        scales = _floats(row[MOMENTS + 2 * k + 1], start // block_size, num_blocks)
-        for block in range(num_blocks):
-            lo, hi = block * block_size, min(n, (block + 1) * block_size)
-            decode_block(tile[lo:hi], scales[block], fmt, k == 0, moments[k][lo:hi])
+            unpack(packed, codes[k][:n])
+            decode(codes[k][:n], scales, block_size, fmt, k == 0, moments[k][:n])
 
 
 @helper
-def _write_moments(row, start, n, fmt, block_size, moments, codes, bad):
-    num_moments = moments.shape[0]
+def _write_moments(row, start, n, fmt, block_size, moments, codes, scales, bad):
+    """Encode n values of a tile into memory: moments [K, tile] fp32, exp_avg first, which is the only signed one."""
+    num_moments, num_blocks = moments.shape[0], (n + block_size - 1) // block_size
     if row[QUANTIZED] == 0:
         for k in range(num_moments):
             _copy(moments[k], _floats(row[MOMENTS + 2 * k], start, n))
         return
-    scales = np.empty(num_moments, np.float32)
-    for block in range((n + block_size - 1) // block_size):
-        _encode(moments, block * block_size, min(n, (block + 1) * block_size), fmt, scales, codes, bad)
-        for k in range(num_moments):
-            _floats(row[MOMENTS + 2 * k + 1], start // block_size + block, 1)[0] = scales[k]
+    finite = True
+    for block in range(num_blocks):
+        finite &= _scale_block(moments, block * block_size, min(n, (block + 1) * block_size), fmt, block, scales, bad)
     for k in range(num_moments):
+        _copy(scales[k], _floats(row[MOMENTS + 2 * k + 1], start // block_size, num_blocks))
+        out = codes[k][:n] if fmt == FOUR else _bytes(row[MOMENTS + 2 * k], start, n)
+        encode(moments[k][:n], scales[k][:num_blocks], block_size, fmt, k == 0, out)
+        if not finite:
+            for i in range(n):
+                out[i] = _code_of_bad(fmt, k == 0) if bad[i] else out[i]
         if fmt == FOUR:
-            pack(codes[k][:n], _bytes(row[MOMENTS + 2 * k], start // 2, (n + 1) // 2))
-        else:
-            _copy(codes[k], _bytes(row[MOMENTS + 2 * k], start, n))
+            pack(out, _bytes(row[MOMENTS + 2 * k], start // 2, (n + 1) // 2))
+    if not finite:
+        bad[:] = 0
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -282,7 +278,8 @@ def run(table, items, factors, keys, kinds, fmt, block_size, tile, num_moments, 
     maximize, stochastic = flags
     p_scratch, g_scratch = np.empty(tile, np.float32), np.empty(tile, np.float32)
     moments, codes = np.empty((num_moments, tile), np.float32), np.empty((num_moments, tile), np.uint8)
-    bad = np.empty(block_size, np.uint8)
+    scales = np.empty((num_moments, (tile + block_size - 1) // block_size), np.float32)
+    bad = np.zeros(tile, np.uint8)
     for item in range(items.shape[0]):
         t = items[item, 0]
         row = table[t]
@@ -303,4 +300,4 @@ def run(table, items, factors, keys, kinds, fmt, block_size, tile, num_moments, 
                 _store_stochastic(p, narrow, row, start, keys[t, 0], keys[t, 1])
             elif param_kind != FLOAT32:
                 _store_nearest(p, _halves(row[PARAM], start, n), param_kind)
-            _write_moments(row, start, n, fmt, block_size, moments, codes, bad)
+            _write_moments(row, start, n, fmt, block_size, moments, codes, scales, bad)
