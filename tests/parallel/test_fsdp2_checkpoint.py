@@ -1,0 +1,135 @@
+"""Sharded states: low-bit optimizers on sharded adapters, and checkpoints on another number of ranks.
+
+N + M steps equal N, save, load, M bit for bit on the same ranks. On other ranks gradients are summed in another order,
+so the adapter agrees to fp32 rounding; the loaded factors themselves are equal bits.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import halfbyte.optim
+from halfbyte.parallel.fsdp2 import fsdp2
+from halfbyte.parallel.mesh import data_mesh
+from halfbyte.parallel.sharded_checkpoint import load_sharded, save_sharded
+from tests.dist import run
+from tests.parallel.test_agree import text_of_error
+from tests.parallel.test_fsdp2 import gathered
+from tests.parallel.training import STEPS, Case, error, forward_backward, make
+
+OPTIMIZERS = ["AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"]
+PARTS = 4  # micro-batches of a step, over all ranks
+SAVED_AT = 2
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if name == "AdamW":
+        return torch.optim.AdamW(parameters, lr=1e-2)
+    return getattr(halfbyte.optim, name)(parameters, lr=1e-2, min_quant_numel=0)
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    share = PARTS // dist.get_world_size()
+    for step in steps:
+        for part in range(dist.get_rank() * share, (dist.get_rank() + 1) * share):
+            forward_backward(Case(), model, step, part, 1 / share)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharded(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = fsdp2(make(Case(on_meta=True), dist.get_rank()), data_mesh("cpu"))
+    return model, make_optimizer(name, model)
+
+
+def save_in_the_middle(name: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    """Adapter at the save and at the end; bytes of states on this rank for each local parameter element."""
+    model, optimizer = sharded(name)
+    take_steps(model, optimizer, range(SAVED_AT))
+    save_sharded(folder, model, optimizer, step=torch.tensor(SAVED_AT))
+    at_save = gathered(model)
+    take_steps(model, optimizer, range(SAVED_AT, STEPS))
+    return at_save, gathered(model), state_bytes(optimizer)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> float:
+    def size(state: Any) -> int:
+        if isinstance(state, dict):
+            return sum(size(value) for value in state.values())
+        if not isinstance(state, Tensor):
+            return 0
+        local = state.to_local() if hasattr(state, "to_local") else state
+        return local.nbytes if local.numel() > 1 else 0
+
+    elements = sum(p.to_local().numel() for group in optimizer.param_groups for p in group["params"])
+    return size(dict(optimizer.state)) / elements
+
+
+def load_and_go_on(name: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    model, optimizer = sharded(name)
+    step = int(load_sharded(folder, model, optimizer, step=torch.tensor(0))["step"])
+    at_load = gathered(model)
+    take_steps(model, optimizer, range(step, STEPS))
+    return at_load, gathered(model), step
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_saved_on_two_loaded_on_two_and_four(name: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "step")
+    (at_save, end, bytes_zero), (_, _, bytes_one) = run(2, save_in_the_middle, name, folder)
+    assert max(bytes_zero, bytes_one) < {"AdamW": 9, "AdamW4bit": 3.0}.get(name, 4.0)  # tiny shards: scales weigh
+    at_load, resumed, step = run(2, load_and_go_on, name, folder)[0]
+    assert step == SAVED_AT
+    assert error(at_load, at_save) == 0
+    assert error(resumed, end) == 0
+    at_load, resumed, _ = run(4, load_and_go_on, name, folder)[0]
+    assert error(at_load, at_save) == 0
+    assert error(resumed, end) < (1e-5 if name == "AdamW" else 0.2)
+
+
+class Unwritable:
+    """A part of the state that cannot be written on rank one."""
+
+    def __reduce__(self) -> tuple:
+        raise OSError(28, "No space left on device")
+
+
+def full_disk(optimizer: torch.optim.Optimizer) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def errors_while_saving(folder: str) -> list[tuple[str, str]]:
+    """A rank fails while the state is collected, and while it is written."""
+    model, optimizer = sharded("AdamW")
+    save_sharded(folder, model, optimizer)
+    found = [text_of_error(save_sharded, folder, model, optimizer, odd=Unwritable())]
+    if dist.get_rank() == 1:
+        optimizer.register_state_dict_pre_hook(full_disk)
+    return [*found, text_of_error(save_sharded, folder, model, optimizer)]
+
+
+def test_a_failed_save_is_the_error_of_all_and_keeps_the_last(tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    zero, one = run(2, errors_while_saving, str(folder))
+    for kind, text in [*zero, *one]:
+        assert kind == "RuntimeError" and "No space left on device" in text
+    assert zero[1] == one[1] and "rank 1: OSError" in zero[1][1]
+    run(2, load_and_go_on_from_the_start, str(folder))
+
+
+def load_and_go_on_from_the_start(folder: str) -> None:
+    load_sharded(folder, *sharded("AdamW"))
+
+
+def missing_folder() -> tuple[str, str]:
+    return text_of_error(load_sharded, "no/such/folder", *sharded("AdamW"))
+
+
+def test_no_checkpoint() -> None:
+    zero, one = run(2, missing_folder)
+    assert zero == one and "no complete sharded checkpoint" in zero[1]
