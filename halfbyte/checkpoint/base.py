@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.checkpoint.contents import Fp8Weight, read_contents
 from halfbyte.checkpoint.detect import detect, read_config
 from halfbyte.checkpoint.formats.base import Format, StoredWeight
 from halfbyte.checkpoint.hub import local_folder
@@ -19,7 +20,13 @@ from halfbyte.checkpoint.source import DenseSource, open_source
 
 @dataclass(frozen=True)
 class Base:
-    """An opened NVFP4 base. weights: model's fqn -> stored; dense: model's parameter -> key."""
+    """An opened NVFP4 base, by the model's names.
+
+    weights  fqn -> NVFP4 weight.
+    fp8      parameter -> FP8 weight.
+    dense    parameter -> key; for what transformers fuses while loading, key -> key.
+    kept     keys that no parameter is made of: scales of FP8 weights and of serving engines.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -27,11 +34,18 @@ class Base:
     shards: Shards
     skeleton: Skeleton
     weights: dict[str, StoredWeight]
+    fp8: dict[str, Fp8Weight]
     dense: dict[str, str]
+    kept: list[str]
 
     @property
     def dtype(self) -> torch.dtype:
         return self.skeleton.dtype
+
+    @property
+    def dense_linears(self) -> list[str]:
+        """fqns of the model's linear layers that are not NVFP4, tied ones included."""
+        return [fqn for fqn in self.skeleton.all_linears if fqn not in self.weights]
 
 
 @contextmanager
@@ -46,13 +60,20 @@ def open_base(path: str | os.PathLike[str]) -> Iterator[Base]:
         )
     with Shards(folder) as shards:
         skeleton = Skeleton.from_folder(folder)
-        stored = format.find(shards, config, lambda key: skeleton.target(key).name)
-        if not stored:
+        contents = read_contents(shards, format, config, lambda key: skeleton.target(key).name)
+        if not contents.weights:
             raise ValueError(f"{folder}: holds no NVFP4 weight.")
-        weights = {skeleton.target(w.weight_name).name.removesuffix(".weight"): w for w in stored.values()}
-        claimed = {key for weight in stored.values() for key in weight.keys.values()}
-        dense = {skeleton.target(key).name: key for key in shards if key not in claimed}
-        yield Base(folder, config, format, shards, skeleton, weights, dense)
+        weights = {weight.model_fqn: weight for weight in contents.weights.values()}
+        fp8 = {skeleton.target(key).name: weight for key, weight in contents.fp8.items()}
+        dense = {own_name(skeleton, key): key for key in contents.dense}
+        kept = [*contents.auxiliary, *(weight.scale_key for weight in fp8.values())]
+        yield Base(folder, config, format, shards, skeleton, weights, fp8, dense, kept)
+
+
+def own_name(skeleton: Skeleton, key: str) -> str:
+    """The parameter that a key becomes alone; the key itself when it is fused with others."""
+    target = skeleton.target(key)
+    return key if target.fused else target.name
 
 
 @contextmanager

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from halfbyte.checkpoint.adapter import Adapter, Factors
 from halfbyte.checkpoint.base import Base, dense_base, open_base
+from halfbyte.checkpoint.contents import Fp8Weight
 from halfbyte.checkpoint.detect import CONFIG_FILE, read_json
 from halfbyte.checkpoint.formats.base import StoredWeight
+from halfbyte.checkpoint.formats.modelopt import QUANT_FILE
 from halfbyte.checkpoint.fused import fused_groups
 from halfbyte.checkpoint.merge_layer import add_delta, as_linear, bits, check_original, check_shape
+from halfbyte.checkpoint.merge_match import check_fp8, check_targets, layer_of, untied_outputs
 from halfbyte.checkpoint.merge_report import MIN_RETAINED, Check, MergedLayer, MergeReport, Settings, judge
 from halfbyte.checkpoint.output import atomic_folder
 from halfbyte.checkpoint.quantize import Progress
@@ -127,6 +130,7 @@ class Merger:
         self.nearest_dtype = getattr(torch, recorded.quantizer.dtype) if recorded and merge_aware else base.dtype
         self.untied = untied_outputs(base, adapter)
         check_targets(base, adapter)
+        check_fp8(base, adapter, settings.to)
         if settings.rounding == "nearest" and settings.to == "nvfp4" and onto is None:
             self.report.warnings.append("rounding to nearest: most of an ordinary adapter is rounded away.")
 
@@ -134,20 +138,17 @@ class Merger:
 
     def specs(self) -> dict[str, TensorSpec]:
         """Output key -> dtype and shape."""
-        shards, dtype = self.base.shards, DENSE_DTYPES.get(self.settings.to)
-        weight_of = {weight.keys["qdata"]: weight for weight in self.base.weights.values()}
-        claimed = {key for weight in self.base.weights.values() for key in weight.keys.values()}
-        specs = {}
-        for name, key in self.base.dense.items():
-            specs[key] = TensorSpec(self.dense_dtype(name, key), shards.spec(key).shape)
-        for key in shards:
-            if dtype is None or key not in claimed:
-                specs.setdefault(key, shards.spec(key))
-            elif key in weight_of:
-                specs[weight_of[key].weight_name] = TensorSpec(dtype, weight_of[key].shape)
-        for copy, original in self.untied.items():
-            key = self.base.dense[original]
-            specs[copy] = TensorSpec(self.dense_dtype(copy, key), shards.spec(key).shape)
+        base, asked = self.base, DENSE_DTYPES.get(self.settings.to)
+        specs: dict[str, TensorSpec] = {}
+        if asked is None:
+            specs |= {key: base.shards.spec(key) for key in base.shards}
+        else:
+            specs |= {w.key: TensorSpec(asked, base.shards.spec(w.key).shape) for w in base.fp8.values()}
+            specs |= {weight.weight_name: TensorSpec(asked, weight.shape) for weight in base.weights.values()}
+        for name, key in [*base.dense.items(), *((copy, base.dense[name]) for copy, name in self.untied.items())]:
+            specs[name if name in self.untied else key] = TensorSpec(
+                self.dense_dtype(name, key), base.shards.spec(key).shape
+            )
         return specs
 
     def dense_dtype(self, name: str, key: str) -> torch.dtype:
@@ -175,6 +176,10 @@ class Merger:
                 writer.write(key, self.dense_parameter(name, key))
             for copy, original in self.untied.items():
                 writer.write(copy, self.dense_parameter(copy, self.base.dense[original]))
+            for name, weight in self.base.fp8.items():
+                writer.write(weight.key, self.fp8_parameter(name, weight))
+            for key in self.base.kept if self.settings.to == "nvfp4" else ():
+                writer.write(key, self.base.shards.read(key))
             for group in fused_groups(self.base.weights):
                 for tensors in self.merged_group(group):
                     for key, tensor in tensors.items():
@@ -188,14 +193,14 @@ class Merger:
     def write_rest(self, folder: Path) -> None:
         config = dict(self.base.config)
         if self.settings.to != "nvfp4":
-            config.pop("quantization_config")
+            config.pop("quantization_config", None)
+            config.pop("compression_config", None)
             config["dtype"] = str(DENSE_DTYPES[self.settings.to]).removeprefix("torch.")
+        elif (self.base.folder / QUANT_FILE).exists():
+            write_json(folder / QUANT_FILE, read_json(self.base.folder / QUANT_FILE))
         if self.untied:
             config["tie_word_embeddings"] = False
         write_json(folder / CONFIG_FILE, config)
-        if self.settings.to == "nvfp4":
-            for name in self.base.format.extra_files(config, []):
-                write_json(folder / name, read_json(self.base.folder / name))
         copy_sidecars(self.base.folder, folder)
         write_record(
             folder,
@@ -232,6 +237,19 @@ class Merger:
             value, kept = add_delta(value, factors, dtype)
             self.report.layers.append(MergedLayer(layer, "dense", kept))
         return value.to(dtype)
+
+    def fp8_parameter(self, name: str, weight: Fp8Weight) -> Tensor:
+        """An FP8 weight: as it is beside NVFP4, decoded (and merged) for a dense output."""
+        if self.settings.to == "nvfp4":
+            return self.base.shards.read(weight.key)
+        dtype, layer = DENSE_DTYPES[self.settings.to], layer_of(name)
+        if layer not in self.adapter.layers:
+            return weight.read(self.base.shards, dtype)
+        factors, value = self.adapter.factors(layer), weight.read(self.base.shards, torch.float32)
+        check_shape(value, factors, layer)
+        value, kept = add_delta(value, factors, dtype)
+        self.keep_line(layer, self.settings.to, kept)
+        return value
 
     def merged_group(self, group: list[str]) -> Iterator[dict[str, Tensor]]:
         """Key -> tensor of each of the layers that are fused in serving; only --onto looks at them together."""
@@ -275,7 +293,9 @@ class Merger:
         if self.recorded is not None and self.recorded.merged_digest is not None:
             self.digests[fqn] = (merged.shape, weight_digest(merged))
         tensors = self.base.format.encode(weight, merged)
-        same = {"global_scale"} | ({"scale"} if torch.equal(bits(merged.scale), bits(parts.scale)) else set())
+        same = {"global_scale", "act_scale"} | (
+            {"scale"} if torch.equal(bits(merged.scale), bits(parts.scale)) else set()
+        )
         return tensors | {key: self.base.shards.read(key) for c, key in weight.keys.items() if c in same}
 
     def to_dense(self, fqn: str, parts: NVFP4Parts, factors: Factors | None) -> Tensor:
@@ -341,44 +361,3 @@ class Merger:
         if not self.any_base:
             raise ValueError(f"{message} Use that base, or --any-base to merge all the same.")
         self.report.warnings.append(message)
-
-
-def check_targets(base: Base, adapter: Adapter) -> None:
-    """ValueError for a layer or parameter of the adapter that the base does not have."""
-    parameters = set(base.dense) | base.skeleton.tied
-    known = set(base.weights) | {layer_of(name) for name in parameters if name.endswith(".weight")}
-    lost = [layer for layer in adapter.layers if layer not in known]
-    lost += [name for name in adapter.modules if name not in parameters]
-    if lost:
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise ValueError(
-            f"{adapter.folder}: changes {lost[0]}{more}, which {base.folder} does not have. Is it another base's?"
-        )
-
-
-def untied_outputs(base: Base, adapter: Adapter) -> dict[str, str]:
-    """Parameter that must be written beside the one it is tied to, because the adapter changes only one of the two.
-
-    In the running model, PEFT's layer over one of two tied modules leaves the other as it was; so must the merged file.
-    """
-    untied = {}
-    for copy, original in base.skeleton.model.all_tied_weights_keys.items():
-        if copy in base.dense or original not in base.dense:
-            continue
-        if any(layer_of(name) in adapter.layers for name in (copy, original)) or replaced_apart(
-            adapter, copy, original
-        ):
-            untied[copy] = original
-    return untied
-
-
-def replaced_apart(adapter: Adapter, copy: str, original: str) -> bool:
-    """True when the adapter carries a new value for one of two tied parameters, or two that differ."""
-    if adapter.config.get("ensure_weight_tying"):
-        return False
-    there = [name for name in (copy, original) if name in adapter.modules]
-    return len(there) == 1 or (len(there) == 2 and not torch.equal(*(adapter.module(name) for name in there)))
-
-
-def layer_of(parameter: str) -> str:
-    return parameter.rpartition(".")[0]

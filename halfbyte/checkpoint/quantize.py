@@ -110,6 +110,7 @@ class Plan:
     dense    names of linears that stay dense -> why.
     specs    output key -> dtype and shape, in file order.
     names    the model's names of all tensors.
+    kept_out fqns of linears that stay dense, the output layer aside: transformers leaves it out by itself.
     """
 
     format: Format
@@ -118,6 +119,7 @@ class Plan:
     dense: dict[str, str]
     specs: dict[str, TensorSpec]
     names: list[str]
+    kept_out: list[str]
 
 
 def make_plan(
@@ -147,8 +149,10 @@ def make_plan(
         raise ValueError(
             f"{source.path}: no layer to quantize. Linear layers found: {len(linears)}; all stay dense: {dense}."
         )
+    quantized = {weight.model_fqn for weight in weights.values()}
+    kept_out = [fqn for fqn in skeleton.all_linears if fqn not in {*quantized, skeleton.output_embeddings}]
     names = list(dict.fromkeys(skeleton.target(key).name for key in keys))
-    return Plan(format, weights, [key for key in keys if key not in weights], dense, specs, names)
+    return Plan(format, weights, [key for key in keys if key not in weights], dense, specs, names, kept_out)
 
 
 def without_tied_copies(source: DenseSource, skeleton: Skeleton) -> list[str]:
@@ -257,8 +261,8 @@ def write_rest(source: DenseSource, plan: Plan, folder: Path, scales: str) -> No
     """config.json, the files beside the weights, and the record."""
     weights = {weight.fqn: weight for weight in plan.weights.values()}
     config = source.config_json()
-    write_json(folder / CONFIG_FILE, plan.format.declare(config, weights, list(plan.dense)))
-    for name, content in plan.format.extra_files(config, list(plan.dense)).items():
+    write_json(folder / CONFIG_FILE, plan.format.declare(config, weights, plan.kept_out))
+    for name, content in plan.format.extra_files(config, plan.kept_out).items():
         write_json(folder / name, content)
     source.copy_sidecars(folder)
     write_record(folder, made_by="quantize", scales=scales, dense=plan.dense)

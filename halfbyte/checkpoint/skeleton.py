@@ -91,6 +91,11 @@ class Skeleton:
         return found
 
     @property
+    def all_linears(self) -> list[str]:
+        """fqns of the model's linear layers, in its order."""
+        return [fqn for fqn, module in self.model.named_modules() if isinstance(module, nn.Linear)]
+
+    @property
     def output_embeddings(self) -> str | None:
         """fqn of the layer that makes logits, commonly "lm_head"."""
         head = self.model.get_output_embeddings()

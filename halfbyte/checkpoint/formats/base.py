@@ -73,6 +73,9 @@ class Format(Protocol):
     def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
         """The weight's parts. ValueError for a NaN scale, naming file and key."""
 
+    def read_global_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
+        """The tensor scale alone, fp32 [], as it multiplies."""
+
     def plan(
         self,
         fqn: str,

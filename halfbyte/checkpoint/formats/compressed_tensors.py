@@ -1,7 +1,7 @@
 """NVFP4 as compressed-tensors writes it (format "nvfp4-pack-quantized", presets NVFP4 and NVFP4A16); vLLM reads it.
 
-Source: compressed-tensors 0.20, compressors/nvfp4/base.py and quantization/quant_scheme.py. A layer belongs
-to the first config group whose targets name it ("Linear", a module's name, or "re:" and a pattern) and that does not ignore it.
+Source: compressed-tensors 0.20, compressors/nvfp4/base.py and quantization/quant_scheme.py. A layer belongs to the
+first config group whose targets name it ("Linear", a module's name, or "re:" and a pattern).
 """
 
 import re
@@ -65,6 +65,9 @@ class CompressedTensorsFormat:
 
     def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
         return LAYOUT.read(shards, stored)
+
+    def read_global_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
+        return LAYOUT.read_global_scale(shards, stored)
 
     def plan(
         self,

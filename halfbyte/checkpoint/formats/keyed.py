@@ -73,7 +73,10 @@ class KeyedLayout:
     def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
         scale = shards.read(stored.keys["scale"])
         check_scales(shards.path_of(stored.keys["scale"]), stored.keys["scale"], scale)
-        return NVFP4Parts(shards.read(stored.keys["qdata"]), scale, self._scalar(shards, stored.keys["global_scale"]))
+        return NVFP4Parts(shards.read(stored.keys["qdata"]), scale, self.read_global_scale(shards, stored))
+
+    def read_global_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
+        return self._scalar(shards, stored.keys["global_scale"])
 
     def plan(
         self, fqn: str, model_fqn: str, shape: tuple[int, int], activation: ActivationQuant | None

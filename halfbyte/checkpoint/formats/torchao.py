@@ -72,12 +72,15 @@ class TorchaoFormat:
             scale = unswizzle(scale, rows, cols)
         scale = scale.reshape(rows, cols)
         check_scales(shards.path_of(scale_key), scale_key, scale)
-        global_scale = torch.ones((), dtype=torch.float32)
-        if "global_scale" in stored.keys:
-            key = stored.keys["global_scale"]
-            global_scale = shards.read(key).reshape(())
-            check_global_scale(shards.path_of(key), key, global_scale)
-        return NVFP4Parts(shards.read(stored.keys["qdata"]), scale, global_scale)
+        return NVFP4Parts(shards.read(stored.keys["qdata"]), scale, self.read_global_scale(shards, stored))
+
+    def read_global_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
+        if "global_scale" not in stored.keys:
+            return torch.ones((), dtype=torch.float32)
+        key = stored.keys["global_scale"]
+        global_scale = shards.read(key).reshape(())
+        check_global_scale(shards.path_of(key), key, global_scale)
+        return global_scale
 
     def plan(
         self,

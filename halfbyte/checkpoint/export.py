@@ -1,0 +1,191 @@
+"""`export_checkpoint`: an NVFP4 folder in another of the three formats, streamed; codes never change.
+
+Block scales change only where a fused group is rescaled on request, a tensor scale only where the target stores its
+reciprocal and that does not come back (one fp32 in six), or where a group was rescaled. The report says both.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from halfbyte.checkpoint.base import Base, open_base
+from halfbyte.checkpoint.detect import CONFIG_FILE, FORMATS
+from halfbyte.checkpoint.formats.base import Format, StoredWeight
+from halfbyte.checkpoint.formats.modelopt import QUANT_FILE
+from halfbyte.checkpoint.fused import fused_groups
+from halfbyte.checkpoint.output import atomic_folder
+from halfbyte.checkpoint.quantize import Progress, relative_error
+from halfbyte.checkpoint.shard_writer import DEFAULT_SHARD_BYTES, ShardWriter, parse_size
+from halfbyte.checkpoint.sidecar import copy_sidecars, read_record, write_json, write_record
+from halfbyte.checkpoint.tensor_file import TensorSpec
+from halfbyte.nvfp4.dequantize import dequantize
+from halfbyte.nvfp4.format import NVFP4Parts
+from halfbyte.nvfp4.linear import ActivationQuant
+
+RECIPROCAL = ("compressed-tensors",)  # formats that store 1 / tensor scale
+CACHE_SCALES = (".k_scale", ".v_scale")
+FP8_CACHE = {"num_bits": 8, "type": "float", "dynamic": False}
+FUSES = ("refuse", "rescale")
+ACTIVATIONS = ("keep", "none")
+
+
+@dataclass
+class ExportReport:
+    """moved_scales: fqn -> relative change of a tensor scale whose reciprocal does not return; rescaled: fqn -> error
+    added to the weight, ||W' - W|| / ||W||; notices: for the user's eyes."""
+
+    format: str
+    num_layers: int = 0
+    moved_scales: dict[str, float] = field(default_factory=dict)
+    rescaled: dict[str, float] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+
+
+def export_checkpoint(
+    src: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    format: str,
+    fuse: str = "refuse",
+    activations: str = "keep",
+    max_shard_size: str | int = DEFAULT_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write the NVFP4 folder `src` to `out` in `format`.
+
+    format       "torchao", "compressed-tensors" or "modelopt".
+    fuse         q/k/v or gate/up with unequal tensor scales: "refuse" (serving engines take the largest and are
+                 silently wrong), or "rescale" block scales to the largest.
+    activations  "keep", or "none" for a weight-only file.
+    memory       a few tensors.
+    raises       ValueError naming the layer: an unequal group, activations that the format cannot say.
+    """
+    choices = {"format": (format, FORMATS), "fuse": (fuse, FUSES), "activations": (activations, ACTIVATIONS)}
+    for what, (value, known) in choices.items():
+        if value not in known:
+            raise ValueError(f"{what} is {value!r}, expected {', '.join(known)}.")
+    max_shard_bytes = parse_size(max_shard_size)
+    with open_base(src) as base:
+        exporter = Exporter(base, FORMATS[format], fuse, activations)
+        with atomic_folder(out) as folder:
+            exporter.write(folder, max_shard_bytes, progress)
+    return exporter.report
+
+
+class Exporter:
+    """One export: plans every key from the headers and the tensor scales, then streams."""
+
+    def __init__(self, base: Base, target: Format, fuse: str, activations: str):
+        self.base, self.target = base, target
+        self.report = ExportReport(target.name, num_layers=len(base.weights))
+        self.planned = {fqn: self.plan(fqn, weight, activations) for fqn, weight in base.weights.items()}
+        self.shared = {} if target.name == "torchao" and fuse == "refuse" else self.shared_scales(fuse)
+        if base.fp8:
+            self.report.notices.append(f"{len(base.fp8)} FP8 layers are written dense ({base.dtype}).")
+        self.cache_scales = [key for key in base.kept if key.endswith(CACHE_SCALES)] if target.name != "torchao" else []
+        left_out = len(base.kept) - len(self.cache_scales)
+        if left_out:
+            self.report.notices.append(f"{left_out} scales of FP8 layers or kv caches have no place here; left out.")
+        static = any(w.activation is not None and w.activation.scale is not None for w in self.planned.values())
+        if target.name == "torchao" and static:
+            self.report.notices.append("static activation scales: halfbyte reads them, transformers 5.24 does not.")
+
+    def plan(self, fqn: str, weight: StoredWeight, activations: str) -> StoredWeight:
+        """How the target keeps the weight."""
+        activation: ActivationQuant | None = weight.activation if activations == "keep" else None
+        return self.target.plan(weight.fqn, fqn, weight.shape, activation, self.base.dtype)
+
+    def shared_scales(self, fuse: str) -> dict[str, Tensor]:
+        """fqn -> the largest tensor scale of its fused group, where members differ. ValueError when that is refused."""
+        shared: dict[str, Tensor] = {}
+        for group in fused_groups(self.base.weights):
+            scales = torch.stack([self.tensor_scale(fqn) for fqn in group])
+            if (scales == scales[0]).all():
+                continue
+            if fuse == "refuse":
+                pairs = zip(group, scales, strict=True)
+                values = ", ".join(f"{fqn.rpartition('.')[2]} {float(scale):.6g}" for fqn, scale in pairs)
+                raise ValueError(
+                    f"{group[0]}: serving engines fuse it with its neighbours and take the largest tensor scale, but "
+                    f"theirs differ ({values}). Use --fuse rescale, which also reports the error it adds."
+                )
+            shared |= dict.fromkeys(group, scales.max())
+        return shared
+
+    def tensor_scale(self, fqn: str) -> Tensor:
+        return self.base.format.read_global_scale(self.base.shards, self.base.weights[fqn])
+
+    def specs(self) -> dict[str, TensorSpec]:
+        shards = self.base.shards
+        specs = {key: shards.spec(key) for key in [*self.base.dense.values(), *self.cache_scales]}
+        specs |= {w.key: TensorSpec(self.base.dtype, shards.spec(w.key).shape) for w in self.base.fp8.values()}
+        for stored in self.planned.values():
+            specs |= {key: stored.specs[component] for component, key in stored.keys.items()}
+        return specs
+
+    def write(self, folder: Path, max_shard_bytes: int, progress: Progress | None) -> None:
+        shards = self.base.shards
+        weights = {stored.fqn: stored for stored in self.planned.values()}
+        names = [*self.base.dense, *self.base.fp8, *(f"{fqn}.weight" for fqn in self.base.weights)]
+        metadata = self.target.file_metadata(names, weights)
+        todo, done = sum(weight.size_bytes for weight in self.base.weights.values()), 0
+        self.specs_of = self.specs()
+        with ShardWriter(folder, self.specs_of, metadata=metadata, max_shard_bytes=max_shard_bytes) as writer:
+            for key in [*self.base.dense.values(), *self.cache_scales]:
+                writer.write(key, shards.read(key))
+            for weight in self.base.fp8.values():
+                writer.write(weight.key, weight.read(shards, self.base.dtype))
+            for fqn, key, tensor in self.converted():
+                writer.write(key, tensor)
+                done += tensor.nbytes
+                if progress is not None:
+                    progress(min(done, todo), todo, fqn)
+        self.write_rest(folder, weights)
+
+    def converted(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(fqn, key, tensor) of all NVFP4 weights."""
+        for fqn, weight in self.base.weights.items():
+            parts = self.base.format.read(self.base.shards, weight)
+            if fqn in self.shared and parts.global_scale != self.shared[fqn]:
+                rescaled = rescale(parts, self.shared[fqn])
+                self.report.rescaled[fqn] = relative_error(dequantize(parts, torch.float32), rescaled)
+                parts = rescaled
+            tensors = self.target.encode(self.planned[fqn], parts)
+            if self.target.name == self.base.format.name and fqn not in self.report.rescaled:
+                planned = self.planned[fqn].keys
+                raw = [component for component in ("global_scale", "act_scale") if component in weight.keys]
+                tensors |= {planned[c]: self.base.shards.read(weight.keys[c]) for c in raw if c in planned}
+            elif self.target.name in RECIPROCAL and 1 / (1 / parts.global_scale) != parts.global_scale:
+                back = float((1 / (1 / parts.global_scale)).double() / parts.global_scale.double() - 1)
+                self.report.moved_scales[fqn] = back
+            for key, tensor in tensors.items():
+                yield fqn, key, tensor.reshape(self.specs_of[key].shape)
+
+    def write_rest(self, folder: Path, weights: dict[str, StoredWeight]) -> None:
+        config = {key: value for key, value in self.base.config.items() if key != "compression_config"}
+        linears = self.base.dense_linears
+        if self.target.name == "torchao":  # transformers leaves the output layer out by itself
+            linears = [fqn for fqn in linears if fqn != self.base.skeleton.output_embeddings]
+        config = self.target.declare(config, weights, linears)
+        extra = self.target.extra_files(config, linears)
+        if self.cache_scales:
+            config["quantization_config"]["kv_cache_scheme"] = FP8_CACHE
+            if QUANT_FILE in extra:
+                extra[QUANT_FILE]["quantization"]["kv_cache_quant_algo"] = "FP8"
+        write_json(folder / CONFIG_FILE, config)
+        for name, content in extra.items():
+            write_json(folder / name, content)
+        copy_sidecars(self.base.folder, folder)
+        record = {key: value for key, value in read_record(self.base.folder).items() if key != "halfbyte_version"}
+        moved, rescaled = self.report.moved_scales, self.report.rescaled
+        write_record(folder, **{**record, "exported_from": self.base.format.name, "moved": moved, "rescaled": rescaled})
+
+
+def rescale(parts: NVFP4Parts, global_scale: Tensor) -> NVFP4Parts:
+    """The same codes under a larger tensor scale: block scales shrink, and are rounded to E4M3 once more."""
+    scale = (parts.scale.float() * (parts.global_scale / global_scale)).to(torch.float8_e4m3fn)
+    return NVFP4Parts(parts.qdata, scale, global_scale.clone())
