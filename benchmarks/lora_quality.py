@@ -1,0 +1,293 @@
+"""How good is the merged 4-bit file? Held-out loss of plain and merge-aware LoRA, merged in every way.
+
+    halfbyte quantize DENSE BASE && python examples/docstrings.py DATA
+    python benchmarks/lora_quality.py --base BASE --dense DENSE --data DATA --device cuda \
+        --lr 2e-4 1e-3 --steps 100 400 --seeds 0 1 2 --out results.jsonl
+
+DENSE is what the base was quantized from (a folder or a GGUF file). For each learning rate, length and seed (of the
+adapter, the data's order and the dither) one plain adapter and one merge-aware adapter for each rounding are trained;
+each is evaluated unmerged and merged. "Merged" is the forward with W', whose bytes are the file's. Rank 16 on all
+linear layers, batches of 8, fp32, AdamW, cosine with 5% warm-up. One JSON line a run, and a table at the end.
+
+--thresholds also trains with other dithers: low-discrepancy along rows or columns, one threshold for a block, and the
+hash drawn anew each step for the first fifth of the run.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte import load_model
+from halfbyte.checkpoint.source import open_source
+from halfbyte.lora import make_merge_aware, retention, set_merge_aware
+from halfbyte.lora.merge_aware import merge_aware_layers
+from halfbyte.lora.merge_aware_layer import KeptWeight, MergeAwareLinear, components_of, stamp
+from halfbyte.lora.retention import total
+from halfbyte.numerics.dither import column_keys, row_keys, thresholds
+from halfbyte.nvfp4 import NVFP4Linear, NVFP4Parts, quantize
+from halfbyte.nvfp4.snap import snap
+from halfbyte.train.encode import chat_encoder
+
+BATCH, LONGEST, GOLDEN_RATIO = 8, 128, (math.sqrt(5) - 1) / 2
+ROUNDINGS = {"dither": ("dither", "keep"), "nearest": ("nearest", "fresh")}
+
+
+class Data:
+    """Encoded questions and answers: `train` in a seed's order, `heldout` as it is."""
+
+    def __init__(self, folder: Path, base: Path, device: str) -> None:
+        from transformers import AutoTokenizer
+
+        encode = chat_encoder(AutoTokenizer.from_pretrained(base))
+        self.train, self.heldout = (
+            [encode(m) for m in read(folder / f"{name}.jsonl")] for name in ("train", "heldout")
+        )
+        self.device = device
+
+    def batches(self, seed: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(input_ids, labels), epoch after epoch, each in an order of its own."""
+        generator, order = torch.Generator().manual_seed(seed), []
+        for _ in range(steps):
+            if len(order) < BATCH:
+                order = torch.randperm(len(self.train), generator=generator).tolist()
+            yield self.collate([self.train[order.pop()] for _ in range(BATCH)])
+
+    def collate(self, rows: list[dict[str, list[int]]]) -> tuple[Tensor, Tensor]:
+        """Padded on the right to the longest row."""
+        width = min(LONGEST, max(len(row["input_ids"]) for row in rows))
+        ids, labels = torch.zeros(len(rows), width, dtype=torch.long), torch.full((len(rows), width), -100)
+        for i, row in enumerate(rows):
+            ids[i, : len(row["input_ids"])] = torch.tensor(row["input_ids"][:width])
+            labels[i, : len(row["labels"])] = torch.tensor(row["labels"][:width])
+        return ids.to(self.device), labels.to(self.device)
+
+
+def read(path: Path) -> list[Any]:
+    return [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+
+
+@torch.no_grad()
+def heldout_loss(model: nn.Module, data: Data) -> float:
+    """Mean over the labelled tokens."""
+    model.eval()
+    loss, tokens = 0.0, 0
+    for start in range(0, len(data.heldout), BATCH):
+        ids, labels = data.collate(data.heldout[start : start + BATCH])
+        counted = int((labels[:, 1:] != -100).sum())
+        loss += model(input_ids=ids, labels=labels, use_cache=False).loss.item() * counted
+        tokens += counted
+    return loss / tokens
+
+
+def train(model: nn.Module, data: Data, lr: float, steps: int, seed: int, before: Callable[[int], None]) -> float:
+    """Train the adapter; seconds a step, without the first tenth. `before` is told each step's number."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    warmup = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda s: min(1, (s + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * s / steps))
+    )
+    model.train()
+    start = time.perf_counter()
+    for step, (ids, labels) in enumerate(data.batches(seed, steps)):
+        if step == steps // 10:
+            synchronize(data.device)
+            start = time.perf_counter()
+        before(step)
+        model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    synchronize(data.device)
+    return (time.perf_counter() - start) / (steps - steps // 10)
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+class OtherThresholds(MergeAwareLinear):
+    """A merge-aware layer with thresholds from elsewhere; only here, to see whether they do better."""
+
+    other: Callable[[NVFP4Parts, str, int], Tensor]
+
+    def kept_components(self, lora_A: Tensor, lora_B: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
+        base = components_of(self.frozen())
+        if self.kept is None or not self.kept.fits(lora_A, lora_B, scaling, base):
+            parts = self.frozen().parts()
+            delta = (lora_B.detach().double() @ lora_A.detach().double()).mul_(scaling).float()
+            qdata = snap(parts, delta, self.other(parts, self.recipe.name, self.recipe.seed))
+            factors = lora_A.detach().clone(), lora_B.detach().clone()
+            self.kept = KeptWeight(*factors, scaling, stamp(base), (qdata, base[1], base[2]))
+        return self.kept.components
+
+
+def hashed(parts: NVFP4Parts, name: str, seed: int) -> Tensor:
+    """The package's own thresholds, [N, K]."""
+    (n, k), device = parts.shape, parts.qdata.device
+    return thresholds(row_keys(seed, name, 0, n, device), column_keys(seed, name, 0, k, device))
+
+
+def along_rows(parts: NVFP4Parts, name: str, seed: int) -> Tensor:
+    """Each column's thresholds step through (0, 1) by the golden ratio from a hashed start."""
+    t = hashed(parts, name, seed)
+    steps = torch.arange(t.shape[0], device=t.device).unsqueeze(-1) * GOLDEN_RATIO
+    return (t[:1] + steps).frac().float().clamp(2**-24, 1 - 2**-24)
+
+
+def along_columns(parts: NVFP4Parts, name: str, seed: int) -> Tensor:
+    """Each row's thresholds step through (0, 1) by the golden ratio from a hashed start."""
+    t = hashed(parts, name, seed)
+    steps = torch.arange(t.shape[1], device=t.device) * GOLDEN_RATIO
+    return (t[:, :1] + steps).frac().float().clamp(2**-24, 1 - 2**-24)
+
+
+def by_block(parts: NVFP4Parts, name: str, seed: int) -> Tensor:
+    """One threshold for a block of sixteen."""
+    return hashed(parts, name, seed)[:, ::16].repeat_interleave(16, dim=1)
+
+
+OTHER_THRESHOLDS = {"along rows": along_rows, "along columns": along_columns, "by block": by_block, "redrawn": hashed}
+
+
+class Run:
+    """One setting: learning rate, steps, seed."""
+
+    def __init__(self, args: argparse.Namespace, data: Data, lr: float, steps: int, seed: int) -> None:
+        self.args, self.data, self.lr, self.steps, self.seed = args, data, lr, steps, seed
+
+    def adapter(self) -> Any:
+        """The base with a fresh adapter."""
+        from peft import LoraConfig, get_peft_model
+
+        model = load_model(self.args.base, dtype=torch.float32, device=self.args.device)
+        torch.manual_seed(self.seed)
+        return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+
+    def train(self, model: nn.Module, before: Callable[[int], None] = lambda step: None) -> float:
+        return train(model, self.data, self.lr, self.steps, self.seed, before)
+
+    def merged_losses(self, model: Any) -> dict[str, float]:
+        """Held-out losses of an adapter, unmerged and merged in each way, and what of its change was kept."""
+        found = {}
+        for name, (rounding, scales) in ROUNDINGS.items():
+            make_merge_aware(model, rounding=rounding, scales=scales, seed=self.seed, cache=True)
+            found[f"merged, {name}"] = heldout_loss(model, self.data)
+            kept = total(self.retentions(model))
+            found[f"kept, {name}"], found[f"noise, {name}"] = kept.kept, kept.noise
+        set_merge_aware(model, False)
+        found["unmerged"] = heldout_loss(model, self.data)
+        return found
+
+    def retentions(self, model: Any) -> Iterator[Any]:
+        for layer in merge_aware_layers(model).values():
+            yield retention(layer.frozen().parts(), layer.merged_weight(), *layer.factors("default"))
+
+    def plain(self) -> dict[str, float]:
+        model = self.adapter()
+        seconds = self.train(model)
+        found = self.merged_losses(model) | {"seconds a step": seconds}
+        if self.args.dense:
+            found["merged, onto the dense original"] = self.onto_dense(model)
+        return found
+
+    def onto_dense(self, model: Any) -> float:
+        """Original + change, quantized on the base's tensor scales; no adapter."""
+        source = open_source(self.args.dense)
+        for name, layer in merge_aware_layers(model).items():
+            lora_A, lora_B, scaling = layer.factors("default")
+            weight = source.read(f"{name}.weight").to(lora_A.device, torch.float32)
+            merged = weight + scaling * (lora_B.detach().double() @ lora_A.detach().double()).float()
+            base: NVFP4Linear = layer.frozen()
+            parts = quantize(merged, global_scale=base.parts().global_scale, name=name)
+            with torch.no_grad():
+                base.qdata.copy_(parts.qdata)
+                base.scale.copy_(parts.scale.view(torch.uint8))
+        source.close()
+        with model.disable_adapter():
+            return heldout_loss(model, self.data)
+
+    def merge_aware(self, name: str) -> dict[str, float]:
+        rounding, scales = ROUNDINGS[name]
+        model = make_merge_aware(self.adapter(), rounding=rounding, scales=scales, seed=self.seed, cache=True)
+        seconds = self.train(model)
+        found = {"merged": heldout_loss(model, self.data), "seconds a step": seconds}
+        set_merge_aware(model, False)
+        return found | {"unmerged": heldout_loss(model, self.data)}
+
+    def other_thresholds(self, name: str) -> dict[str, float]:
+        model = make_merge_aware(self.adapter(), seed=self.seed, cache=True)
+        layers = list(merge_aware_layers(model).values())
+        for layer in layers:
+            layer.__class__, layer.other = OtherThresholds, OTHER_THRESHOLDS[name]
+
+        def redraw(step: int) -> None:
+            if name == "redrawn" and step <= self.steps // 5:
+                for layer in layers:
+                    seed = self.seed + (1000 + step if step < self.steps // 5 else 0)
+                    layer.recipe, layer.kept = layer.recipe._replace(seed=seed), None
+
+        seconds = self.train(model, redraw)
+        return {"merged": heldout_loss(model, self.data), "seconds a step": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--dense", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--lr", type=float, nargs="+", default=[2e-4, 1e-3])
+    parser.add_argument("--steps", type=int, nargs="+", default=[100, 400])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--thresholds", nargs="*", choices=list(OTHER_THRESHOLDS), default=[])
+    parser.add_argument("--out", type=Path, default=Path("lora_quality.jsonl"))
+    args = parser.parse_args()
+    data = Data(args.data, args.base, args.device)
+    base_loss = heldout_loss(load_model(args.base, dtype=torch.float32, device=args.device), data)
+    print(f"base loss {base_loss:.4f}, torch {torch.__version__}, {args.device}", flush=True)
+    rows = []
+    for lr in args.lr:
+        for steps in args.steps:
+            for seed in args.seeds:
+                run = Run(args, data, lr, steps, seed)
+                kinds = {"plain": run.plain}
+                kinds |= {f"merge-aware, {name}": partial(run.merge_aware, name) for name in ROUNDINGS}
+                kinds |= {f"merge-aware, {name}": partial(run.other_thresholds, name) for name in args.thresholds}
+                for kind, measure in kinds.items():
+                    rows.append({"lr": lr, "steps": steps, "seed": seed, "kind": kind, "base": base_loss} | measure())
+                    with args.out.open("a") as file:
+                        file.write(json.dumps(rows[-1]) + "\n")
+                    print(json.dumps(rows[-1]), flush=True)
+    table(rows)
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    """Means over seeds, and the share of plain LoRA's unmerged gain that each merged file has."""
+    print("\n| lr | steps | adapter | evaluated | loss | share of plain LoRA's gain |\n|---|---|---|---|---|---|")
+    for lr, steps in dict.fromkeys((row["lr"], row["steps"]) for row in rows):
+        here = [row for row in rows if (row["lr"], row["steps"]) == (lr, steps)]
+        plain = mean([row["unmerged"] for row in here if row["kind"] == "plain"])
+        for kind in dict.fromkeys(row["kind"] for row in here):
+            of_kind = [row for row in here if row["kind"] == kind]
+            for what in [key for key in of_kind[0] if key.startswith(("merged", "unmerged"))]:
+                loss = mean([row[what] for row in of_kind])
+                share = (here[0]["base"] - loss) / (here[0]["base"] - plain)
+                print(f"| {lr:g} | {steps} | {kind} | {what} | {loss:.4f} | {share:.1%} |")
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+if __name__ == "__main__":
+    main()
