@@ -22,6 +22,9 @@ VERBS = {
     "train": "Train a LoRA adapter on an NVFP4 base.",
     "quantize": "Turn a dense checkpoint or a GGUF file into an NVFP4 one.",
     "merge": "Write base and adapter as one model, in bf16 or in NVFP4.",
+    "export": "Write an NVFP4 model in another format, for another serving engine.",
+    "inspect": "Say what a model or an adapter is, and what is suspicious about it.",
+    "verify": "Compare two NVFP4 models across formats.",
 }
 USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
 TRACEBACK = "--traceback"

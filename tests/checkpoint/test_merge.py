@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from halfbyte.checkpoint.detect import read_config
+from halfbyte.checkpoint.export import export_checkpoint
 from halfbyte.checkpoint.formats.torchao import TorchaoFormat
 from halfbyte.checkpoint.load import load_dense_model, load_model
 from halfbyte.checkpoint.merge import merge_checkpoint
@@ -194,6 +195,43 @@ def test_merge_aware_adapter_becomes_the_bytes_it_was_trained_with(tmp_path: Pat
     with pytest.raises(ValueError, match="the adapter was trained for 0000000000000000"):
         merge_checkpoint(ours, tmp_path / "a", tmp_path / "out2")
     merge_checkpoint(ours, tmp_path / "a", tmp_path / "out3", seed=12)
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
+def test_a_base_in_another_format_comes_back_in_it(tmp_path: Path, ours: Path, adapter: Path, format: str) -> None:
+    """Same parts, same digests, so the same codes as from the torchao file; all else is the base's own bytes."""
+    export_checkpoint(ours, tmp_path / "base", format=format, max_shard_size="8KB")
+    merge_checkpoint(tmp_path / "base", adapter, tmp_path / "out", max_shard_size="8KB")
+    merge_checkpoint(ours, adapter, tmp_path / "torchao")
+    export_checkpoint(tmp_path / "torchao", tmp_path / "expected", format=format)
+    assert_same_bytes(tmp_path / "expected", tmp_path / "out")
+    assert_same_bytes(tmp_path / "base", tmp_path / "out", but=("weight_packed", "proj.weight"))
+    for name in ("config.json", "hf_quant_config.json"):
+        if (tmp_path / "base" / name).exists():
+            assert json.loads((tmp_path / "out" / name).read_text()) == read_config_like(tmp_path / "base" / name)
+    merge_checkpoint(tmp_path / "base", adapter, tmp_path / "dense", to="bf16")
+    assert "quantization_config" not in read_config(tmp_path / "dense")
+    assert not (tmp_path / "dense" / "hf_quant_config.json").exists()
+    load_dense_model(tmp_path / "dense")
+
+
+def read_config_like(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_fused_experts_are_carried_along(tmp_path: Path, tokens: torch.Tensor) -> None:
+    """Keys that transformers stacks into one parameter are many keys of the file; a merge keeps every one."""
+    from transformers import AutoConfig
+
+    from .test_load import SMALL
+
+    config = AutoConfig.for_model("mixtral", **SMALL, num_local_experts=2)
+    quantize_checkpoint(save_dense(tmp_path / "dense", config), tmp_path / "base")
+    make_adapter(tmp_path / "adapter", load_model(tmp_path / "base"), target_modules=["q_proj"])
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert_same_bytes(tmp_path / "base", tmp_path / "out", but=("q_proj._weight_qdata",))
+    merge_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "bf16", to="bf16")
+    assert torch.isfinite(load_dense_model(tmp_path / "bf16")(tokens).logits).all()
 
 
 # ---- to a dense dtype, against PEFT

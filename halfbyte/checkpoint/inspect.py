@@ -1,0 +1,165 @@
+"""What a folder is, and what is suspicious about it, read one weight at a time."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.checkpoint import adapter as adapters
+from halfbyte.checkpoint.contents import Contents, read_contents
+from halfbyte.checkpoint.detect import detect, read_config
+from halfbyte.checkpoint.formats.base import Format, Rename, same_name
+from halfbyte.checkpoint.fused import fused_groups
+from halfbyte.checkpoint.hub import local_folder
+from halfbyte.checkpoint.shards import Shards
+from halfbyte.checkpoint.sidecar import read_record
+from halfbyte.checkpoint.skeleton import Skeleton
+from halfbyte.lora import metadata as lora_metadata
+from halfbyte.nvfp4.digest import model_digest, weight_digest
+from halfbyte.nvfp4.linear import ActivationQuant
+
+PLAUSIBLE = (1e-4, 1e3)  # largest decoded magnitude of a layer; a tensor scale stored upside down lands far outside
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass
+class Inspection:
+    """facts: name -> text, in the order to print; warnings: what a user should look at."""
+
+    facts: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def inspect_path(path: str | os.PathLike[str], progress: Progress | None = None) -> Inspection:
+    """Look at a model's or an adapter's folder. FileNotFoundError or ValueError for what is neither."""
+    folder = local_folder(path)
+    if (folder / adapters.CONFIG_NAME).exists():
+        return inspect_adapter(folder)
+    config = read_config(folder)
+    format = detect(folder, config)
+    with Shards(folder) as shards:
+        found = Inspection()
+        found.facts["model"] = str(config.get("model_type", "unknown"))
+        found.facts["format"] = format.name if format is not None else "dense"
+        found.facts["files"] = f"{len(shards.file_names)}, {shards.size_bytes / 1e6:.1f} MB in {len(shards)} tensors"
+        if format is not None:
+            inspect_weights(found, shards, format, config, progress)
+        record = read_record(folder)
+        if record:
+            found.facts["made by"] = ", ".join(
+                f"{key} {record[key]}" for key in sorted(record) if is_short(record[key])
+            )
+    return found
+
+
+def is_short(value: Any) -> bool:
+    return isinstance(value, str | int | float | bool)
+
+
+def inspect_weights(
+    found: Inspection, shards: Shards, format: Format, config: dict[str, Any], progress: Progress | None
+) -> None:
+    """The NVFP4 part: layers, bits, ranges of scales, digest, and whatever is wrong with one of them."""
+    try:
+        contents = read_contents(shards, format, config, renaming(found, shards.folder))
+    except ValueError as error:
+        found.warnings.append(str(error))
+        return
+    if not contents.weights:
+        found.warnings.append(f"its config says {format.name}, but it holds no NVFP4 weight")
+        return
+    values = sum(weight.shape[0] * weight.shape[1] for weight in contents.weights.values())
+    size = sum(weight.size_bytes for weight in contents.weights.values())
+    found.facts["NVFP4 layers"] = (
+        f"{len(contents.weights)}, {values / 1e6:.1f} M weights at {8 * size / values:.3f} bits"
+    )
+    found.facts["other tensors"] = (
+        f"{len(contents.dense)} dense, {len(contents.fp8)} FP8, {len(contents.auxiliary)} extras"
+    )
+    found.facts["activations"] = ", ".join(sorted({activation_text(w.activation) for w in contents.weights.values()}))
+    measure_weights(found, shards, format, contents, progress)
+
+
+def renaming(found: Inspection, folder: Path) -> Rename:
+    """The model's names where transformers knows the architecture; else the file's own, with a warning."""
+    try:
+        skeleton = Skeleton.from_folder(folder)
+    except ValueError as error:
+        found.warnings.append(str(error))
+        return same_name
+    return lambda key: skeleton.target(key).name
+
+
+def measure_weights(
+    found: Inspection, shards: Shards, format: Format, contents: Contents, progress: Progress | None
+) -> None:
+    tensor_scales: dict[str, float] = {}
+    digests: dict[str, tuple[tuple[int, int], int]] = {}
+    low, high = float("inf"), 0.0
+    for done, (fqn, weight) in enumerate(contents.weights.items()):
+        if progress is not None:
+            progress(done, len(contents.weights), fqn)
+        try:
+            parts = format.read(shards, weight)
+        except ValueError as error:
+            found.warnings.append(str(error))
+            continue
+        scale, tensor_scale = parts.scale.float(), float(parts.global_scale)
+        low, high = min(low, float(scale.min())), max(high, float(scale.max()))
+        if (scale == 0).any():
+            found.warnings.append(f"{fqn}: {int((scale == 0).sum())} block scales are zero, so their weights are too")
+        largest = 6 * tensor_scale * float(scale.max())
+        if largest and not PLAUSIBLE[0] < largest < PLAUSIBLE[1]:
+            found.warnings.append(
+                f"{fqn}: its largest weight is {largest:.3g}; is the tensor scale stored upside down?"
+            )
+        tensor_scales[fqn] = tensor_scale
+        digests[weight.model_fqn] = (weight.shape, weight_digest(parts))
+    if not tensor_scales:
+        return
+    found.facts["block scales"] = f"{low:g} to {high:g}"
+    found.facts["tensor scales"] = f"{min(tensor_scales.values()):.4g} to {max(tensor_scales.values()):.4g}"
+    found.facts["digest"] = model_digest(digests)
+    unequal = [group[0] for group in fused_groups(tensor_scales) if len({tensor_scales[fqn] for fqn in group}) > 1]
+    if unequal:
+        found.warnings.append(
+            f"{len(unequal)} groups that serving engines fuse have unequal tensor scales, the first with {unequal[0]}; "
+            "export with --fuse rescale"
+        )
+
+
+def activation_text(activation: ActivationQuant | None) -> str:
+    if activation is None:
+        return "none (weight-only)"
+    return "dynamic" if activation.scale is None else "static"
+
+
+def inspect_adapter(folder: Path) -> Inspection:
+    """A LoRA adapter: PEFT's settings, and the halfbyte record."""
+    found = Inspection()
+    config = adapters.read_config(folder)
+    found.facts["adapter"] = str(config.get("peft_type"))
+    try:
+        with adapters.Adapter(folder) as adapter:
+            found.facts["layers"] = f"{len(adapter.layers)}, {len(adapter.modules)} parameters carried whole"
+            found.facts["rank, alpha"] = f"{config['r']}, {config['lora_alpha']}"
+            empty = [layer for layer in adapter.layers if not adapter.factors(layer).lora_B.any()]
+            if empty:
+                found.warnings.append(f"{len(empty)} of {len(adapter.layers)} layers change nothing (lora_B is zero)")
+            broken = [layer for layer in adapter.layers if not torch.isfinite(adapter.factors(layer).lora_B).all()]
+            if broken:
+                found.warnings.append(f"{broken[0]}: lora_B holds NaN or infinite values")
+    except (ValueError, FileNotFoundError) as error:
+        found.warnings.append(str(error))
+    recorded = lora_metadata.read(folder)
+    if recorded is None:
+        found.warnings.append(
+            "no record of its base (not made by halfbyte): a merge cannot check that the base is right"
+        )
+    else:
+        found.facts["trained"] = f"{recorded.mode}, for {recorded.quantizer}"
+        found.facts["base digest"] = recorded.base_digest
+    return found

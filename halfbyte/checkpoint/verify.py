@@ -1,0 +1,87 @@
+"""Are two folders the same model? Codes, scales and dense tensors compared across formats, one tensor at a time."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from halfbyte.checkpoint.base import Base, open_base
+from halfbyte.nvfp4.format import NVFP4Parts
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass
+class Verdict:
+    """differences: name -> what differs; notes: what differs and cannot be otherwise."""
+
+    num_compared: int = 0
+    differences: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def same(self) -> bool:
+        return not self.differences
+
+
+def verify(a: str | os.PathLike[str], b: str | os.PathLike[str], progress: Progress | None = None) -> Verdict:
+    """Compare two NVFP4 folders by the model's names. ValueError or FileNotFoundError for what cannot be read."""
+    verdict = Verdict()
+    with open_base(a) as first, open_base(b) as second:
+        compare_weights(first, second, verdict, progress)
+        compare_dense(first, second, verdict)
+    return verdict
+
+
+def compare_weights(first: Base, second: Base, verdict: Verdict, progress: Progress | None) -> None:
+    names = [*first.weights, *(fqn for fqn in second.weights if fqn not in first.weights)]
+    for done, fqn in enumerate(names):
+        if progress is not None:
+            progress(done, len(names), fqn)
+        verdict.num_compared += 1
+        if fqn not in first.weights or fqn not in second.weights:
+            verdict.differences[fqn] = f"NVFP4 only in {first.folder if fqn in first.weights else second.folder}"
+            continue
+        one, two = first.weights[fqn], second.weights[fqn]
+        if one.shape != two.shape:
+            verdict.differences[fqn] = f"{one.shape} and {two.shape}"
+            continue
+        compare_parts(fqn, first.format.read(first.shards, one), second.format.read(second.shards, two), verdict)
+        if one.activation != two.activation:
+            verdict.differences[fqn] = f"activations: {one.activation} and {two.activation}"
+
+
+def compare_parts(fqn: str, one: NVFP4Parts, two: NVFP4Parts, verdict: Verdict) -> None:
+    for name, x, y in zip(NVFP4Parts._fields[:2], one[:2], two[:2], strict=True):
+        x, y = x.view(torch.uint8), y.view(torch.uint8)
+        if not torch.equal(x, y):
+            verdict.differences[fqn] = f"{int((x != y).sum())} of {x.numel()} bytes of {name}"
+            return
+    if not torch.equal(one.global_scale, two.global_scale):
+        what = f"tensor scale {float(one.global_scale):.9g} and {float(two.global_scale):.9g}"
+        turned = returns_as(one.global_scale, two.global_scale) or returns_as(two.global_scale, one.global_scale)
+        (verdict.notes if turned else verdict.differences)[fqn] = what
+
+
+def returns_as(x: Tensor, y: Tensor) -> bool:
+    """True when storing 1/x and turning it again gives y."""
+    return bool(1 / (1 / x) == y)
+
+
+def compare_dense(first: Base, second: Base, verdict: Verdict) -> None:
+    for name in sorted({*first.dense, *second.dense, *first.fp8, *second.fp8}):
+        verdict.num_compared += 1
+        x, y = dense_value(first, name), dense_value(second, name)
+        if x is None or y is None:
+            if name not in first.weights and name.removesuffix(".weight") not in {*first.weights, *second.weights}:
+                verdict.differences[name] = f"only in {second.folder if x is None else first.folder}"
+        elif x.shape != y.shape or not torch.equal(x, y.to(x.dtype)) or not torch.equal(x.to(y.dtype), y):
+            verdict.differences[name] = f"{list(x.shape)} {x.dtype} and {list(y.shape)} {y.dtype}, values differ"
+
+
+def dense_value(base: Base, name: str) -> Tensor | None:
+    if name in base.dense:
+        return base.shards.read(base.dense[name])
+    return base.fp8[name].read(base.shards, base.dtype) if name in base.fp8 else None

@@ -1,0 +1,96 @@
+"""inspect says what is there and what is wrong; verify tells models apart across formats."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from halfbyte.checkpoint.export import export_checkpoint
+from halfbyte.checkpoint.inspect import inspect_path
+from halfbyte.checkpoint.shards import Shards
+from halfbyte.checkpoint.verify import verify
+from halfbyte.cli.main import main
+
+
+def changed(source: Path, out: Path, change: Any) -> Path:
+    shutil.copytree(source, out)
+    with Shards(source) as shards:
+        metadata = dict(shards.metadata)
+    tensors = load_file(out / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata)
+    return out
+
+
+def test_inspect_a_good_folder(ours: Path, dense: Path) -> None:
+    found = inspect_path(ours)
+    assert found.warnings == [] and found.facts["format"] == "torchao" and found.facts["model"] == "llama"
+    assert found.facts["NVFP4 layers"].startswith("14, ") and "weight-only" in found.facts["activations"]
+    assert len(found.facts["digest"]) == 64 and "made_by quantize" in found.facts["made by"]
+    assert inspect_path(dense).facts["format"] == "dense"
+
+
+def test_digest_is_the_same_in_every_format(tmp_path: Path, ours: Path) -> None:
+    digests = {inspect_path(ours).facts["digest"]}
+    for format in ("compressed-tensors", "modelopt"):
+        export_checkpoint(ours, tmp_path / format, format=format, max_shard_size="8KB")
+        digests.add(inspect_path(tmp_path / format).facts["digest"])
+        assert verify(ours, tmp_path / format).same
+    assert len(digests) == 1
+
+
+Q = "model.layers.0.self_attn.q_proj._weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t[f"{Q}_scale"].view(torch.uint8)[0, 0].fill_(0x7F), "NaN block scales"),
+        (lambda t: t[f"{Q}_scale"].view(torch.uint8)[0, 0].fill_(0), "1 block scales are zero"),
+        (lambda t: t[f"{Q}_per_tensor_scale"].mul_(2), "1 groups that serving engines fuse have unequal tensor scales"),
+        (lambda t: t[f"{Q}_per_tensor_scale"].reciprocal_(), "stored upside down"),
+        (lambda t: t.pop(f"{Q}_scale"), "is in no file"),
+    ],
+)
+def test_inspect_warns(tmp_path: Path, ours: Path, change: Any, message: str) -> None:
+    found = inspect_path(changed(ours, tmp_path / "m", change))
+    assert any(message in warning for warning in found.warnings), found.warnings
+
+
+def test_inspect_missing_metadata(tmp_path: Path, ours: Path) -> None:
+    folder = changed(ours, tmp_path / "m", lambda tensors: None)
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
+    assert "no readable list tensor_names" in inspect_path(folder).warnings[0]
+
+
+def test_verify_differences(tmp_path: Path, ours: Path) -> None:
+    def flip(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{Q}_qdata"][1, 2] ^= 1
+
+    def norm(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"][0] += 1
+
+    assert verify(ours, ours).same
+    verdict = verify(ours, changed(ours, tmp_path / "code", flip))
+    assert verdict.differences == {"model.layers.0.self_attn.q_proj": "1 of 2048 bytes of qdata"}
+    verdict = verify(ours, changed(ours, tmp_path / "norm", norm))
+    assert list(verdict.differences) == ["model.norm.weight"]
+
+
+def test_command_lines(tmp_path: Path, ours: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*args: object) -> int:
+        with pytest.raises(SystemExit) as left:
+            main([str(arg) for arg in args])
+        return int(left.value.code or 0)
+
+    assert run("export", ours, tmp_path / "mo", "--format", "modelopt") == 0
+    assert "14 NVFP4 layers written" in capsys.readouterr().out
+    assert run("verify", ours, tmp_path / "mo") == 0 and "the same" in capsys.readouterr().out
+    other = changed(ours, tmp_path / "other", lambda t: t[f"{Q}_qdata"].zero_())
+    assert run("verify", other, tmp_path / "mo") == 1 and "NOT the same" in capsys.readouterr().out
+    assert run("inspect", tmp_path / "mo") == 0 and "modelopt" in capsys.readouterr().out
+    assert run("export", ours, tmp_path / "x", "--format", "gguf") == 2
+    assert "expected torchao" in capsys.readouterr().err
