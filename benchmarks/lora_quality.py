@@ -32,7 +32,7 @@ from halfbyte.lora.merge_aware import merge_aware_layers
 from halfbyte.lora.merge_aware_layer import KeptWeight, MergeAwareLinear, components_of, stamp
 from halfbyte.lora.retention import total
 from halfbyte.numerics.dither import column_keys, row_keys, thresholds
-from halfbyte.nvfp4 import NVFP4Linear, NVFP4Parts, quantize
+from halfbyte.nvfp4 import ActivationQuant, NVFP4Linear, NVFP4Parts, nvfp4_modules, quantize
 from halfbyte.nvfp4.snap import snap
 from halfbyte.train.encode import chat_encoder
 
@@ -87,8 +87,11 @@ def heldout_loss(model: nn.Module, data: Data) -> float:
     return loss / tokens
 
 
-def train(model: nn.Module, data: Data, lr: float, steps: int, seed: int, before: Callable[[int], None]) -> float:
-    """Train the adapter; seconds a step, without the first tenth. `before` is told each step's number."""
+def train(
+    model: nn.Module, data: Data, lr: float, steps: int, seed: int, before: Callable[[int], None]
+) -> dict[str, Any]:
+    """Train the adapter; seconds a step without the first tenth, peak GPU memory, the loss of each tenth of the run.
+    `before` is told each step's number."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
     warmup = max(1, steps // 20)
@@ -96,18 +99,26 @@ def train(model: nn.Module, data: Data, lr: float, steps: int, seed: int, before
         optimizer, lambda s: min(1, (s + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * s / steps))
     )
     model.train()
+    losses: list[Tensor] = []
+    if data.device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     for step, (ids, labels) in enumerate(data.batches(seed, steps)):
         if step == steps // 10:
             synchronize(data.device)
             start = time.perf_counter()
         before(step)
-        model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
     synchronize(data.device)
-    return (time.perf_counter() - start) / (steps - steps // 10)
+    found: dict[str, Any] = {"seconds a step": (time.perf_counter() - start) / (steps - steps // 10)}
+    if data.device.startswith("cuda"):
+        found["peak bytes"] = torch.cuda.max_memory_allocated()
+    return found | {"curve": [tenth.mean().item() for tenth in torch.stack(losses).chunk(10)]}
 
 
 def synchronize(device: str) -> None:
@@ -170,15 +181,18 @@ class Run:
         from peft import LoraConfig, get_peft_model
 
         model = load_model(self.args.base, dtype=torch.float32, device=self.args.device)
+        if self.args.dynamic:
+            for layer in nvfp4_modules(model).values():
+                layer.activation = ActivationQuant()
         torch.manual_seed(self.seed)
         return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
 
-    def train(self, model: nn.Module, before: Callable[[int], None] = lambda step: None) -> float:
+    def train(self, model: nn.Module, before: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
         return train(model, self.data, self.lr, self.steps, self.seed, before)
 
-    def merged_losses(self, model: Any) -> dict[str, float]:
+    def merged_losses(self, model: Any) -> dict[str, Any]:
         """Held-out losses of an adapter, unmerged and merged in each way, and what of its change was kept."""
-        found = {}
+        found: dict[str, Any] = {}
         for name, (rounding, scales) in ROUNDINGS.items():
             make_merge_aware(model, rounding=rounding, scales=scales, seed=self.seed, cache=True)
             found[f"merged, {name}"] = heldout_loss(model, self.data)
@@ -192,10 +206,10 @@ class Run:
         for layer in merge_aware_layers(model).values():
             yield retention(layer.frozen().parts(), layer.merged_weight(), *layer.factors("default"))
 
-    def plain(self) -> dict[str, float]:
+    def plain(self) -> dict[str, Any]:
         model = self.adapter()
-        seconds = self.train(model)
-        found = self.merged_losses(model) | {"seconds a step": seconds}
+        trained = self.train(model)
+        found = self.merged_losses(model) | trained
         if self.args.dense:
             found["merged, onto the dense original"] = self.onto_dense(model)
         return found
@@ -216,15 +230,16 @@ class Run:
         with model.disable_adapter():
             return heldout_loss(model, self.data)
 
-    def merge_aware(self, name: str) -> dict[str, float]:
+    def merge_aware(self, name: str) -> dict[str, Any]:
         rounding, scales = ROUNDINGS[name]
-        model = make_merge_aware(self.adapter(), rounding=rounding, scales=scales, seed=self.seed, cache=True)
-        seconds = self.train(model)
-        found = {"merged": heldout_loss(model, self.data), "seconds a step": seconds}
+        cache = not self.args.recompute
+        model = make_merge_aware(self.adapter(), rounding=rounding, scales=scales, seed=self.seed, cache=cache)
+        found = self.train(model)
+        found["merged"] = heldout_loss(model, self.data)
         set_merge_aware(model, False)
         return found | {"unmerged": heldout_loss(model, self.data)}
 
-    def other_thresholds(self, name: str) -> dict[str, float]:
+    def other_thresholds(self, name: str) -> dict[str, Any]:
         model = make_merge_aware(self.adapter(), seed=self.seed, cache=True)
         layers = list(merge_aware_layers(model).values())
         for layer in layers:
@@ -236,8 +251,8 @@ class Run:
                     seed = self.seed + (1000 + step if step < self.steps // 5 else 0)
                     layer.recipe, layer.kept = layer.recipe._replace(seed=seed), None
 
-        seconds = self.train(model, redraw)
-        return {"merged": heldout_loss(model, self.data), "seconds a step": seconds}
+        found = self.train(model, redraw)
+        return found | {"merged": heldout_loss(model, self.data)}
 
 
 def main() -> None:
@@ -250,6 +265,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[100, 400])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--thresholds", nargs="*", choices=list(OTHER_THRESHOLDS), default=[])
+    parser.add_argument("--dynamic", action="store_true", help="quantize the layers' inputs too")
+    parser.add_argument("--recompute", action="store_true", help="compute W' in each forward and backward")
     parser.add_argument("--out", type=Path, default=Path("lora_quality.jsonl"))
     args = parser.parse_args()
     data = Data(args.data, args.base, args.device)

@@ -7,7 +7,6 @@ The product is in fp64: products of fp32 factors are exact there and the sum's e
 terms reaches an fp32 bit about once in 10^8 elements, and a code far more rarely. CPU, GPU and every sharding agree.
 """
 
-import importlib.util
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from halfbyte.numerics.dither import low_word, thresholds
 from halfbyte.numerics.hashing import GOLDEN, indexed_keys, key64, signed
 from halfbyte.nvfp4.format import NVFP4Parts, row_chunks
-from halfbyte.nvfp4.kernels.available import has_triton
+from halfbyte.nvfp4.kernels.available import has_numba, has_triton
 from halfbyte.nvfp4.snap import snap, step_inv
 
 
@@ -63,7 +62,7 @@ def lora_snap(
     """
     parts = NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), global_scale)
     keys = (row_key, column_key) if dither else None
-    if qdata.device.type != "cpu" or not importlib.util.find_spec("numba"):
+    if qdata.device.type != "cpu" or not has_numba():
         return snap_rows(parts, lora_A, lora_B, scaling, keys)
     from halfbyte.nvfp4.kernels.snap_cpu import snap_low_rank
 
