@@ -1,0 +1,85 @@
+"""Time other sizes of the NVFP4 kernels' programs on a 14336x4096 layer: what to put at the top of each kernel's file.
+
+PYTHONPATH=. python benchmarks/linear_tune.py
+"""
+
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from benchmarks.linear import RANK, SCALING, Call, nvfp4, over, random, table, time_ms
+from halfbyte.nvfp4.kernels import (
+    dequantize_triton,
+    matvec_triton,
+    quantize_triton,
+    small_matmul_triton,
+    snap_triton,
+)
+
+N, K = 14336, 4096
+Sizes = dict[str, int]
+
+
+def trial(name: str, module: ModuleType, sizes: Sizes, calls: list[Call]) -> tuple[object, ...]:
+    """A row: the kernel, its sizes, microseconds (or why it does not run)."""
+    before = {key: getattr(module, key) for key in sizes}
+    vars(module).update(sizes)
+    try:
+        result: object = time_ms(calls) * 1e3
+    except Exception as problem:  # a size that the machine does not hold
+        result = repr(problem)[:60]
+    vars(module).update(before)
+    return name, ", ".join(f"{key} {value}" for key, value in sizes.items()), result
+
+
+def elementwise(raw: list[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
+    """Dequantize, quantize, snap."""
+    scale = torch.tensor(1e-3, device="cuda")
+    weights = [random(N, K) for _ in range(3)]
+    factors = (torch.randn(RANK, K, device="cuda") * 0.02, torch.randn(N, RANK, device="cuda") * 0.02)
+    decode = [partial(dequantize_triton.dequantize, *parts, torch.bfloat16) for parts in raw]
+    snap = [partial(snap_triton.snap_low_rank, *parts, *factors, SCALING, (1 << 60, 1 << 61)) for parts in raw]
+    rows = []
+    for warps in (2, 4, 8):
+        rows.append(trial("dequantize", dequantize_triton, {"NUM_WARPS": warps, "BLOCK_WORDS": 32 * warps}, decode))
+    for warps, blocks in ((4, 64), (4, 128), (4, 256), (8, 256), (2, 64)):
+        sizes = {"NUM_WARPS": warps, "NUM_BLOCKS": blocks}
+        rows.append(trial("quantize", quantize_triton, sizes, over(weights, quantize_triton.quantize, scale)))
+    for warps, num_rows in ((4, 2), (4, 4), (4, 8), (2, 4), (8, 4)):
+        rows.append(trial("snap", snap_triton, {"NUM_WARPS": warps, "WORDS": 32 * warps, "ROWS": num_rows}, snap))
+    return rows
+
+
+def few_rows(raw: list[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
+    """The two products."""
+    rows = []
+    for m in (1, 4):
+        x = random(m, K)
+        calls: list[Call] = [partial(matvec_triton.matvec, x, *parts, None) for parts in raw]
+        for warps, rows_n in ((4, 4), (4, 8), (4, 16), (8, 8), (2, 8)):
+            sizes = {"NUM_WARPS": warps, "BLOCKS": 32 * warps, "ROWS_N": rows_n}
+            rows.append(trial(f"matvec, {m} rows", matvec_triton, sizes, calls))
+    for m in (1, 8, 16, 64):
+        x = random(m, K)
+        calls = [partial(small_matmul_triton.small_matmul, x, *parts, None) for parts in raw]
+        for block_n, blocks, stages, programs in SMALL:
+            sizes = {"BLOCK_N": block_n, "BLOCKS": blocks, "NUM_STAGES": stages}
+            sizes["PROGRAMS_PER_MULTIPROCESSOR"] = programs
+            rows.append(trial(f"small matmul, {m} rows", small_matmul_triton, sizes, calls))
+    return rows
+
+
+SMALL = ((64, 32, 3, 4), (64, 16, 3, 4), (64, 16, 4, 8), (128, 16, 3, 2), (64, 32, 2, 8), (64, 16, 2, 16))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    parts = [nvfp4(N, K).parts() for _ in range(6)]
+    raw = [(each.qdata, each.scale.view(torch.uint8), each.global_scale) for each in parts]
+    table(f"Sizes, {N}x{K}", " kernel | sizes | us ", elementwise(raw) + few_rows(raw))
+
+
+if __name__ == "__main__":
+    main()
