@@ -22,6 +22,7 @@ from halfbyte.checkpoint.output import DISK_FULL
 MARKER = "halfbyte_checkpoint.json"
 STAGING = ".unfinished"
 PREFIX = "checkpoint-"
+ADAPTER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")  # not the run's .pt, .pth and .bin
 FULL_SIGNS = ("No space left", "unexpected pos")  # of a full disk: in safetensors' error, in torch.save's
 
 
@@ -78,6 +79,20 @@ def complete_checkpoints(output_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     folders = [path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
     return sorted(filter(read_marker, folders), key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer steps that a complete checkpoint has taken."""
+    marker = read_marker(checkpoint)
+    assert marker is not None, checkpoint
+    return marker["step"]
+
+
+def copy_adapter(checkpoint: Path, folder: Path) -> None:
+    """Copy the adapter and the tokenizer of a checkpoint, without the states that only a run needs."""
+    for path in checkpoint.iterdir():
+        if path.is_file() and path.suffix in ADAPTER_SUFFIXES and path.name not in (MARKER, "trainer_state.json"):
+            shutil.copyfile(path, folder / path.name)
 
 
 def find_checkpoint(output_dir: Path, wanted: bool | str) -> Path | None:

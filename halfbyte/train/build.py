@@ -10,6 +10,7 @@ from halfbyte.checkpoint.load import load_model
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.parallel import synchronize, together
 from halfbyte.parallel.launch import rank
+from halfbyte.train import merge_aware
 from halfbyte.train.config import OptimizerName, TrainConfig
 from halfbyte.train.preflight import check_targets
 
@@ -51,7 +52,7 @@ def build_model(config: TrainConfig, folder: Path) -> Any:
     device = pick_device(config)
     with together("Loading the base", timeout=LOAD_TIMEOUT_S):
         base = load_base(config, folder, device if rank() == 0 else torch.device("meta"))
-        model = attach_adapter(config, base)
+        model = attach_adapter(config, base, folder)
     synchronize(model, device=device)
     return model
 
@@ -72,14 +73,15 @@ def load_base(config: TrainConfig, folder: Path, device: torch.device) -> Any:
     return base
 
 
-def attach_adapter(config: TrainConfig, base: Any) -> Any:
+def attach_adapter(config: TrainConfig, base: Any, folder: Path) -> Any:
     """PEFT's LoRA on the base; A is drawn from the run's seed."""
     from peft import get_peft_model
     from transformers import set_seed
 
     check_targets(base, config)
     set_seed(config.seed)
-    return get_peft_model(base, lora_config(config), low_cpu_mem_usage=base.device.type == "meta")
+    model = get_peft_model(base, lora_config(config), low_cpu_mem_usage=base.device.type == "meta")
+    return merge_aware.attach(config, model, folder) if config.merge_aware else model
 
 
 def lora_config(config: TrainConfig) -> Any:

@@ -38,17 +38,6 @@ class Clock(TrainerCallback):
         return seconds
 
 
-class NothingLeft(TrainerCallback):
-    """Refuses to resume a run that has taken all its steps; Trainer would take one more."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= state.max_steps:
-            raise ValueError(
-                f"the checkpoint has taken {state.global_step} of {state.max_steps} steps, nothing is left to train; "
-                "raise max_steps or num_epochs"
-            )
-
-
 class MetricsFile(TrainerCallback):
     """One JSON object a line for every log: step, loss, learning_rate, tokens_per_second, eval_loss, ..."""
 

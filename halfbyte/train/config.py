@@ -83,6 +83,14 @@ class TrainConfig(_Strict):
     """Modules trained in full and saved with the adapter, such as lm_head or embed_tokens."""
     peft_init_lora_weights: Literal[True, "gaussian", "orthogonal"] = True
     """PEFT's init_lora_weights: true (B is zero), gaussian or orthogonal. Those that rewrite the base are refused."""
+    merge_aware: bool = False
+    """Train the merged 4-bit weight itself, whose bytes `halfbyte merge` then writes (docs/merge_aware.md)."""
+    merge_aware_start_step: int | float = Field(default=0, ge=0)
+    """Plain LoRA before this optimizer step; a fraction of the run when written as one (0.25)."""
+    merge_aware_rounding: Literal["dither", "nearest"] = "dither"
+    """nearest is for files of tools that requantize by rounding to nearest; it trains worse."""
+    merge_aware_scales: Literal["keep", "fresh"] | None = None
+    """The base's block scales, or fresh ones from the merged weight; unset: keep with dither, fresh with nearest."""
 
     datasets: list[DatasetConfig] = Field(min_length=1)
     """Training data; several sources are joined."""
@@ -179,6 +187,11 @@ class TrainConfig(_Strict):
         if self.val_set_size >= 1 and self.val_set_size != int(self.val_set_size):
             raise ValueError(
                 f"val_set_size is {self.val_set_size}; give a share below 1, or a whole number of examples"
+            )
+        if isinstance(self.merge_aware_start_step, float) and self.merge_aware_start_step > 1:
+            raise ValueError(
+                f"merge_aware_start_step is {self.merge_aware_start_step}: a fraction of the run is at most 1.0; a step "
+                "is written without a point"
             )
         if self.val_set_size and self.test_datasets:
             raise ValueError(

@@ -64,7 +64,8 @@ def train_on_this_rank(config: TrainConfig) -> RunResult:
     output_dir = Path(config.output_dir)
     with together("Preparing the run", timeout=PREPARE_TIMEOUT_S):
         checkpoint = resume.find_checkpoint(output_dir, config.resume_from_checkpoint)
-        data, folder, tokenizer = prepare(config, resuming=checkpoint is not None)
+        anew = checkpoint is None and config.resume_from_checkpoint != "auto"
+        data, folder, tokenizer = prepare(config, resuming=not anew)
         run = run_identity(config, data)
         if checkpoint is not None:
             resume.check_same_run(checkpoint, run)
@@ -84,9 +85,25 @@ def train_on_this_rank(config: TrainConfig) -> RunResult:
         resume.clear_staging(output_dir)
         (output_dir / CONFIG).write_text(dump_config(config))
         (output_dir / VERSIONS).write_text(json.dumps(versions(), indent=1))
+    if checkpoint is not None and resume.step_of(checkpoint) >= trainer.planned_steps():
+        return finished(checkpoint, output_dir)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_adapter(output_dir / ADAPTER)
-    return result_of(trainer, output_dir)
+    return result_of(trainer.state.global_step, output_dir)
+
+
+def finished(checkpoint: Path, output_dir: Path) -> RunResult:
+    """The result of a run that had taken all its steps, its adapter published from the last checkpoint.
+
+    It may have been killed between the two. Trainer itself would take one step more.
+    """
+    with together("Publishing the adapter", timeout=SAVE_TIMEOUT_S):
+        if rank() == 0:
+            print(f"{checkpoint}: all steps have been taken; to go on, raise max_steps or num_epochs", flush=True)
+            resume.remove(output_dir / ADAPTER)
+            with atomic_folder(output_dir / ADAPTER) as partial:
+                resume.copy_adapter(checkpoint, partial)
+    return result_of(resume.step_of(checkpoint), output_dir)
 
 
 def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
@@ -148,7 +165,6 @@ def make_trainer(
         processing_class=tokenizer,
         optimizer_cls_and_kwargs=build.optimizer_cls_and_kwargs(config),
         callbacks=[
-            callbacks.NothingLeft(),
             callbacks.MetricsFile(output_dir / callbacks.METRICS),
             callbacks.LossPlot(output_dir / callbacks.METRICS, output_dir / callbacks.PLOT),
             callbacks.ProgressLine(),
@@ -185,6 +201,10 @@ class Trainer(SFTTrainer):
         self._clock = callbacks.Clock()
         self.add_callback(self._clock)
         self._tokens_per_example = mean_labels(self.eval_dataset) if self.eval_dataset is not None else 1.0
+
+    def planned_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging) if self._staging else super()._get_output_dir(trial)
@@ -267,8 +287,8 @@ def versions() -> dict[str, str]:
     return found | {package: importlib.metadata.version(package) for package in PACKAGES}
 
 
-def result_of(trainer: Trainer, output_dir: Path) -> RunResult:
+def result_of(step: int, output_dir: Path) -> RunResult:
     """The run's result; the loss before training is read from the metrics, which a resumed run inherits."""
     losses = [row["eval_loss"] for row in callbacks.read_metrics(output_dir / callbacks.METRICS) if "eval_loss" in row]
     first, last = (losses[0], losses[-1]) if losses else (None, None)
-    return RunResult(output_dir / ADAPTER, trainer.state.global_step, first, last)
+    return RunResult(output_dir / ADAPTER, step, first, last)

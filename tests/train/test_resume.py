@@ -112,9 +112,23 @@ def test_the_metrics_read_as_one_run(uninterrupted, killed) -> None:
     assert curves[0] == curves[1]
 
 
-def test_a_finished_run_is_not_trained_further(killed, config) -> None:
-    with pytest.raises(ValueError, match="taken 12 of 12 steps"):
-        train(config(killed, resume_from_checkpoint=True))
+def test_a_run_killed_after_its_last_checkpoint_gives_its_adapter(killed, config, capsys) -> None:
+    """Nothing is trained further: what is published is the last checkpoint's adapter, in the files of any run."""
+    import shutil
+
+    names = sorted(path.name for path in (killed / "adapter").iterdir())
+    shutil.rmtree(killed / "adapter")
+    result = train(config(killed, resume_from_checkpoint=True))
+    assert result.step == 12 and "all steps have been taken" in capsys.readouterr().out
+    assert sorted(path.name for path in result.adapter.iterdir()) == names
+    assert_same(*(load_file(path / "adapter_model.safetensors") for path in (killed / "checkpoint-12", result.adapter)))
+    assert sorted(path.name for path in killed.glob("checkpoint-*"))[:2] == ["checkpoint-12", "checkpoint-3"]
+
+
+def test_auto_starts_anew_in_a_folder_whose_run_died_early(config, tmp_path) -> None:
+    (tmp_path / "config.yaml").write_text("left by a run that was killed before its first checkpoint")
+    assert train(config(tmp_path, resume_from_checkpoint="auto", max_steps=2)).step == 2
+    assert train(config(tmp_path, resume_from_checkpoint="auto", max_steps=3)).step == 3
 
 
 def test_another_base_is_refused(killed, config, tmp_path, base) -> None:
