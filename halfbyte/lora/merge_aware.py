@@ -59,8 +59,7 @@ def make_merge_aware(
     for fqn, layer in layers.items():
         base = cast(NVFP4Linear, layer.base_layer)
         recipe = Recipe(base_name(fqn), seed, rounding, scales, dtype or base.dtype)
-        keep = base.qdata.device.type == "cpu" if cache is None else cache
-        replace_module(peft_model, fqn, MergeAwareLinear.from_peft(layer, recipe, keep, active))
+        replace_module(peft_model, fqn, MergeAwareLinear.from_peft(layer, recipe, cache, active))
     return peft_model
 
 

@@ -60,17 +60,17 @@ class MergeAwareLinear(PeftLoraLinear):
     """PEFT's `lora.Linear` over an NVFP4Linear; y = x W'^T + bias with W' = Q(W + s B A).
 
     recipe   how W' is rounded, of this layer.
-    keep     keep the packed W' until a factor changes (else each forward and backward computes it).
+    keep     keep the packed W' until a factor changes (else each forward and backward computes it); None: on a CPU.
     active   False: PEFT's own forward, the unmerged sum (before the start step).
     """
 
     recipe: Recipe
-    keep: bool
+    keep: bool | None
     active: bool
     kept: KeptWeight | None
 
     @classmethod
-    def from_peft(cls, layer: PeftLoraLinear, recipe: Recipe, keep: bool, active: bool) -> "MergeAwareLinear":
+    def from_peft(cls, layer: PeftLoraLinear, recipe: Recipe, keep: bool | None, active: bool) -> "MergeAwareLinear":
         """A layer that shares the old one's parameters, modules, hooks and settings."""
         merge_aware = cls.__new__(cls)
         merge_aware.__dict__.update(layer.__dict__)
@@ -92,7 +92,7 @@ class MergeAwareLinear(PeftLoraLinear):
         layer = self.frozen()
         components: Components = components_of(layer)
         recipe: Recipe | None = self.recipe
-        if self.keep:
+        if x.device.type == "cpu" if self.keep is None else self.keep:
             components, recipe = self.kept_components(lora_A, lora_B, scaling), None
         y = merge_aware_linear(
             x, lora_A, lora_B, components, layer.bias, scaling=scaling, recipe=recipe, activation=layer.activation

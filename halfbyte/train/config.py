@@ -190,8 +190,8 @@ class TrainConfig(_Strict):
             )
         if isinstance(self.merge_aware_start_step, float) and self.merge_aware_start_step > 1:
             raise ValueError(
-                f"merge_aware_start_step is {self.merge_aware_start_step}: a fraction of the run is at most 1.0; a step "
-                "is written without a point"
+                f"merge_aware_start_step is {self.merge_aware_start_step}: a fraction is at most 1.0, and a "
+                "step is written without a point"
             )
         if self.val_set_size and self.test_datasets:
             raise ValueError(

@@ -38,12 +38,19 @@ def identity(config: TrainConfig) -> dict[str, Any]:
     return {key: getattr(config, key) for key in KEYS} if config.merge_aware else {}
 
 
-def described_now(described: AdapterMetadata, model: Any) -> AdapterMetadata:
-    """The adapter's metadata with the digest of its merged weights as they are now; unchanged for a plain adapter."""
+def described_now(described: AdapterMetadata, model: Any, start: int | float, max_steps: int) -> AdapterMetadata:
+    """The adapter's metadata with the digest of its merged weights as they are now; unchanged for a plain adapter.
+
+    start  merge_aware_start_step, of a run of max_steps.
+    """
     if not merge_aware_layers(model):
         return described
     return dataclasses.replace(
-        described, mode="merge-aware", quantizer=quantizer_of(model), merged_digest=merged_digest(model)
+        described,
+        mode="merge-aware",
+        quantizer=quantizer_of(model),
+        start_step=start_step(start, max_steps),
+        merged_digest=merged_digest(model),
     )
 
 

@@ -25,7 +25,7 @@ from halfbyte.lora.names import base_name
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.parallel.agree import together, world_size
 from halfbyte.parallel.launch import process_group, rank
-from halfbyte.train import build, callbacks, preflight
+from halfbyte.train import build, callbacks, merge_aware, preflight
 from halfbyte.train.config import TrainConfig, dump_config
 from halfbyte.train.data import Data, load_data
 from halfbyte.train.encode import IGNORED
@@ -126,6 +126,7 @@ def run_identity(config: TrainConfig, data: Data) -> dict[str, Any]:
     """What must not change for a run to continue where another stopped: the examples and their order."""
     per_step = config.micro_batch_size * config.gradient_accumulation_steps * world_size()
     same = {key: getattr(config, key) for key in ("sample_packing", "seed", "optimizer")}
+    same |= merge_aware.identity(config)
     return {"training data": data.fingerprint()[:16], "examples per step": per_step, **same}
 
 
@@ -169,6 +170,7 @@ def make_trainer(
             callbacks.LossPlot(output_dir / callbacks.METRICS, output_dir / callbacks.PLOT),
             callbacks.ProgressLine(),
             callbacks.Diverged(),
+            *([merge_aware.StartStep(config.merge_aware_start_step)] if config.merge_aware else []),
         ],
         run=run,
         described=described,
@@ -219,7 +221,7 @@ class Trainer(SFTTrainer):
                 super()._save_checkpoint(model, trial)
             with together(f"Sealing {name}", timeout=SAVE_TIMEOUT_S):
                 if self.is_world_process_zero():
-                    metadata.write(self._staging / name, self._described)
+                    metadata.write(self._staging / name, self.describe_adapter())
                     resume.seal(self._staging / name, step=self.state.global_step, run=self._run)
                     resume.publish(self._staging / name, output_dir / name)
                     resume.rotate(output_dir, self._keep)
@@ -238,7 +240,12 @@ class Trainer(SFTTrainer):
             with atomic_folder(folder) as partial:
                 self.save_model(str(partial))
                 (partial / "training_args.bin").unlink(missing_ok=True)
-                metadata.write(partial, self._described)
+                metadata.write(partial, self.describe_adapter())
+
+    def describe_adapter(self) -> metadata.AdapterMetadata:
+        """Metadata of the adapter as it is now; of a merge-aware one with the digest of its merged weights."""
+        start = self._run.get("merge_aware_start_step", 0)
+        return merge_aware.described_now(self._described, self.model, start, self.state.max_steps)
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
