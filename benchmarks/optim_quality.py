@@ -48,6 +48,17 @@ class Settings:
 
 PRESETS = {
     "full": Settings(),
+    "small": Settings(
+        num_steps=400,
+        batch_size=16,
+        warmup=30,
+        seeds=(0, 1),
+        eval_every=50,
+        eval_batches=40,
+        vocab_size=2048,
+        text_bytes=8_000_000,
+        model=ModelConfig(2048, dim=128, num_layers=3, num_heads=4, context=128),
+    ),
     "tiny": Settings(
         num_steps=60,
         batch_size=8,

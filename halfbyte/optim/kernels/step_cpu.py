@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,7 +32,9 @@ State = dict[str, Tensor]
 
 def unavailable(device: torch.device, fmt: StateFormat, hyper: Hyper) -> str | None:
     """Why this path cannot serve a call, or None."""
-    return None if device.type == "cpu" else f"the numba kernels run on the CPU, not on {device}"
+    if device.type != "cpu":
+        return f"the numba kernels run on the CPU, not on {device}"
+    return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None
 
 
 class Plan(NamedTuple):
