@@ -123,7 +123,7 @@ def torchaos(name: str) -> Callable[[list[Tensor]], Step]:
         def step(lr: float) -> None:
             nonlocal replay
             lr_tensor.fill_(lr)
-            if device.type == "cuda" and step_tensor.item() >= 2 and replay is None:
+            if replay is None and device.type == "cuda" and step_tensor.item() >= 2:
                 replay = captured(body)
             (replay or body)()
 
@@ -212,7 +212,12 @@ class Trainee:
                 for _ in range(3):
                     self._body()
             torch.cuda.current_stream().wait_stream(stream)
-            self._forward_backward = captured(self._body)
+            try:
+                self._forward_backward = captured(self._body)
+            except RuntimeError as error:  # some torch's backward of an embedding synchronizes
+                print(f"no CUDA graph, runs are slower: {error}", flush=True)
+                torch.cuda.synchronize()
+                self._forward_backward = self._body
         return self._forward_backward()
 
 

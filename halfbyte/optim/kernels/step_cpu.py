@@ -34,7 +34,7 @@ def unavailable(device: torch.device, fmt: StateFormat, hyper: Hyper) -> str | N
     """Why this path cannot serve a call, or None."""
     if device.type != "cpu":
         return f"the numba kernels run on the CPU, not on {device}"
-    return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else None
+    return "NUMBA_DISABLE_JIT is set" if getattr(numba.config, "DISABLE_JIT", False) else None
 
 
 class Plan(NamedTuple):
