@@ -78,8 +78,9 @@ class MergeAwareLinear(PeftLoraLinear):
         merge_aware.kept = None
         return merge_aware
 
+    @torch.compiler.disable
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[..., in] -> [..., out] in x's dtype."""
+        """[..., in] -> [..., out] in x's dtype. Not compiled: whether the kept W' still fits depends on values."""
         adapter = None if self.disable_adapters else self.merge_aware_adapter()
         if kwargs.get("adapter_names") is not None:
             raise ValueError(

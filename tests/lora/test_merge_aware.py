@@ -263,6 +263,17 @@ def test_gradient_checkpointing(use_reentrant: bool) -> None:
     assert len(found[0]) == 28 and all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_compiled_model_runs_the_layer_as_it_is(cache: bool) -> None:
+    found = []
+    for compiled in (False, True):
+        model = merge_aware_mlp(cache=cache)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        run(X).square().sum().backward()
+        found.append(gradients(model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 def test_start_step_and_switching() -> None:
     model, plain = merge_aware_mlp(active=False), with_lora(nvfp4_mlp())
     assert torch.equal(model(X), plain(X))

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfbyte.nvfp4 import dequantize, global_scale_for, quantize
+from halfbyte.nvfp4 import NVFP4Linear, dequantize, global_scale_for, quantize
 from halfbyte.nvfp4.format import NVFP4Parts
+from halfbyte.nvfp4.quantize import encode
 
 torchao_nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
 KINDS = ["random", "ties", "outliers", "tiny", "huge", "zero blocks", "constant", "denormal blocks"]
@@ -94,6 +95,20 @@ def test_zeros_give_finite_scales_and_zeros() -> None:
     assert torch.isfinite(parts.scale.float()).all() and torch.isfinite(parts.global_scale)
     assert torch.equal(dequantize(parts), torch.zeros(32, 64))
     assert quantize(torch.zeros(0, 64)).shape == (0, 64)
+
+
+def test_a_layer_of_zeros_trains() -> None:
+    """Scenario n4: the gradient of x is zero, not NaN, and the layer gives its bias."""
+    dense = torch.nn.Linear(64, 32)
+    torch.nn.init.zeros_(dense.weight)
+    x = torch.randn(3, 64, requires_grad=True)
+    y = NVFP4Linear.from_linear(dense)(x)
+    y.sum().backward()
+    assert torch.equal(y, dense.bias.expand(3, 32)) and torch.equal(x.grad, torch.zeros(3, 64))
+
+
+def test_operator_contract() -> None:
+    torch.library.opcheck(encode, (torch.randn(4, 32, dtype=torch.bfloat16), torch.tensor(0.01)))
 
 
 @pytest.mark.parametrize("scale", [1e-42, 1e-38, 1e-36, 3e38])
