@@ -55,13 +55,13 @@ def elementwise(raw: list[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
 def few_rows(raw: list[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
     """The two products."""
     rows = []
-    for m in (1, 4):
+    for m in (1, 2, 4):
         x = random(m, K)
         calls: list[Call] = [partial(matvec_triton.matvec, x, *parts, None) for parts in raw]
         for warps, rows_n in ((4, 4), (4, 8), (4, 16), (8, 8), (2, 8)):
             sizes = {"NUM_WARPS": warps, "BLOCKS": 32 * warps, "ROWS_N": rows_n}
             rows.append(trial(f"matvec, {m} rows", matvec_triton, sizes, calls))
-    for m in (1, 8, 16, 64):
+    for m in (1, 2, 4, 8, 16, 64):
         x = random(m, K)
         calls = [partial(small_matmul_triton.small_matmul, x, *parts, None) for parts in raw]
         for block_n, blocks, stages, programs in SMALL:
@@ -71,7 +71,7 @@ def few_rows(raw: list[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
     return rows
 
 
-SMALL = ((64, 16, 3, 4), (64, 16, 3, 8), (64, 16, 4, 8), (64, 32, 3, 4), (128, 16, 3, 4), (64, 16, 2, 16))
+SMALL = ((64, 16, 3, 4), (64, 16, 3, 8), (64, 16, 4, 8), (64, 32, 3, 4), (128, 16, 3, 4))
 
 
 def main() -> None:

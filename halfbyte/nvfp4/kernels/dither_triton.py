@@ -26,12 +26,18 @@ def mix64(x):
 
 
 @triton.jit
-def keys_kernel(out_ptr, key, count, STRIDE: tl.constexpr, SIZE: tl.constexpr):
-    """out[i // STRIDE + (i % STRIDE) * (count // STRIDE)] = low word of the hash of (key, i)."""
+def keys_kernel(row_ptr, column_ptr, row_key, column_key, n, k, STRIDE: tl.constexpr, SIZE: tl.constexpr):
+    """Low words of the hashes of (row_key, 0..n-1), and of (column_key, 0..k-1), column i to [i % STRIDE, i // STRIDE].
+
+    Grid: enough programs of SIZE for the longer of the two, by 2.
+    """
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    hashed = mix64(index.to(tl.uint64) * tl.full([], GOLDEN, tl.uint64) + key.to(tl.uint64))
-    place = index // STRIDE + (index % STRIDE) * (count // STRIDE)
-    tl.store(out_ptr + place, hashed.to(tl.int32), mask=index < count)
+    turned = index.to(tl.uint64) * tl.full([], GOLDEN, tl.uint64)
+    if tl.program_id(1) == 0:
+        tl.store(row_ptr + index, mix64(turned + row_key.to(tl.uint64)).to(tl.int32), mask=index < n)
+    else:
+        place = index // STRIDE + (index % STRIDE) * (k // STRIDE)
+        tl.store(column_ptr + place, mix64(turned + column_key.to(tl.uint64)).to(tl.int32), mask=index < k)
 
 
 @triton.jit
@@ -48,8 +54,9 @@ def threshold(row_key, column_key):
     return one_and_more - (1 - 2.0**-24)
 
 
-def keys(key: int, count: int, device: torch.device, *, stride: int = 1) -> Tensor:
-    """int32 [count]: low words of the hashes of (key, 0), (key, 1), ...; index i lies at [i % stride, i // stride]."""
-    out = torch.empty(count, dtype=torch.int32, device=device)
-    keys_kernel[(triton.cdiv(count, BLOCK),)](out, signed(key), count, STRIDE=stride, SIZE=BLOCK)
-    return out
+def keys(row_key: int, column_key: int, n: int, k: int, device: torch.device, *, stride: int) -> tuple[Tensor, Tensor]:
+    """int32 keys of n rows and of k columns; column i lies at [i % stride, i // stride]. The keys are 64 bits each."""
+    rows, columns = torch.empty(n + k, dtype=torch.int32, device=device).split((n, k))
+    grid = (triton.cdiv(max(n, k), BLOCK), 2)
+    keys_kernel[grid](rows, columns, signed(row_key), signed(column_key), n, k, STRIDE=stride, SIZE=BLOCK)
+    return rows, columns

@@ -13,6 +13,8 @@ instructions here and four times the time on a CPU), and exact integers from sca
 than its neighbours would swallow them).
 """
 
+import ctypes
+
 import torch
 import triton
 import triton.language as tl
@@ -71,11 +73,13 @@ def snap_kernel(
     scale_ptr,
     global_scale_ptr,
     down_ptr,  # fp64 [r, 8, K/8]
-    up_ptr,  # fp64 [N, r]
+    up_ptr,  # [N, r]
     row_keys_ptr,  # int32 [N]
     column_keys_ptr,  # int32 [8, K/8]
     out_ptr,
-    scaling_ptr,  # fp64 []
+    scaling_high,
+    scaling_middle,
+    scaling_low,
     n,
     words_per_row,
     r,
@@ -94,10 +98,11 @@ def snap_kernel(
     delta = tl.zeros((CODES_PER_WORD, R, W), tl.float64)
     for j in range(r):
         down = tl.load(down_ptr + down_place, mask=inside_down, other=0.0)
-        up = tl.load(up_ptr + row.to(tl.int64) * r + j, mask=inside_row, other=0.0)
+        up = tl.load(up_ptr + row.to(tl.int64) * r + j, mask=inside_row, other=0.0).to(tl.float64)
         delta = tl.fma(up[None, :, None], down, delta)
         down_ptr += CODES_PER_WORD * words_per_row
-    change = (delta * tl.load(scaling_ptr)).to(tl.float32)
+    scaling = tl.full([], 0.0, tl.float64) + scaling_high + scaling_middle + scaling_low
+    change = (delta * scaling).to(tl.float32)
 
     place = row[:, None].to(tl.int64) * words_per_row + word[None, :]  # [R, W]
     inside = inside_row[:, None] & inside_word[None, :]
@@ -114,6 +119,13 @@ def snap_kernel(
         rounded = round_place(moved, 0, 0, False)
     new_words = tl.sum(code_of(rounded, base) << (4 * part), axis=0)
     tl.store(out_ptr + place, new_words, mask=inside)
+
+
+def three_floats(value: float) -> tuple[float, float, float]:
+    """Three fp32 numbers whose sum is the fp64 value: a kernel's float argument arrives as fp32."""
+    high = ctypes.c_float(value).value
+    middle = ctypes.c_float(value - high).value
+    return high, middle, value - high - middle
 
 
 def by_part(down: Tensor) -> Tensor:
@@ -144,19 +156,18 @@ def snap_low_rank_into(
     words_per_row = k // CODES_PER_WORD.value
     row_keys = column_keys = out  # not read
     if dither_keys is not None:
-        row_keys = keys(dither_keys[0], n, out.device)
-        column_keys = keys(dither_keys[1], k, out.device, stride=CODES_PER_WORD.value)
+        row_keys, column_keys = keys(*dither_keys, n, k, out.device, stride=CODES_PER_WORD.value)
     grid = (triton.cdiv(words_per_row, WORDS), triton.cdiv(n, ROWS))
     snap_kernel[grid](
         as_words(qdata),
         scale.contiguous(),
         global_scale,
         by_part(down),
-        up.detach().double().contiguous(),
+        up.detach().contiguous(),
         row_keys,
         column_keys,
         out.view(torch.int32),
-        torch.full((), scaling, dtype=torch.float64, device=out.device),  # a float argument would arrive as fp32
+        *three_floats(scaling),
         n,
         words_per_row,
         down.shape[0],

@@ -84,11 +84,20 @@ def test_changes_of_every_size(device: str) -> None:
         assert torch.equal(kernel(parts, down, up, 1.0, seed).cpu(), want.qdata)
 
 
-def test_keys(device: str) -> None:
+@pytest.mark.parametrize(("n", "k"), [(1000, 48), (5, 1040)])
+def test_keys(n: int, k: int, device: str) -> None:
     from halfbyte.nvfp4.kernels.dither_triton import keys
 
-    device_ = torch.device(device)
-    key = key64("row", 11, NAME)
-    assert torch.equal(keys(key, 1000, device_).cpu(), row_keys(11, NAME, 0, 1000))
-    by_part = keys(key64("column", 11, NAME), 48, device_, stride=8).cpu().view(8, 6)
-    assert torch.equal(by_part.T.flatten(), column_keys(11, NAME, 0, 48))
+    pair = (key64("row", 11, NAME), key64("column", 11, NAME))
+    rows, columns = keys(*pair, n, k, torch.device(device), stride=8)
+    assert torch.equal(rows.cpu(), row_keys(11, NAME, 0, n))
+    assert torch.equal(columns.cpu().view(8, k // 8).T.flatten(), column_keys(11, NAME, 0, k))
+
+
+@pytest.mark.parametrize("value", [2.0, 1 / 3, math.pi * 1e-9, 1e30 / 7])
+def test_scaling_arrives_in_full(value: float) -> None:
+    from halfbyte.nvfp4.kernels.snap_triton import three_floats
+
+    parts = three_floats(value)
+    assert all(part == torch.tensor(part, dtype=torch.float32).item() for part in parts)
+    assert (parts[0] + parts[1]) + parts[2] == value
