@@ -85,8 +85,9 @@ def quantized_product(
         product = native_product(batch, qdata, scale)
     else:
         product = reference_product(batch, qdata, scale)
-    product *= batch.tensor_scale * bytes_to_float(global_scale)
-    return product.to(x.dtype).view(*x.shape[:-1], qdata.shape[0])
+    y = torch.empty(product.shape, dtype=x.dtype, device=x.device)  # scaled in fp32 and rounded once, in one pass
+    torch.mul(product, batch.tensor_scale * bytes_to_float(global_scale), out=y)
+    return y.view(*x.shape[:-1], qdata.shape[0])
 
 
 def reference_product(batch: Activations, qdata: Tensor, scale: Tensor) -> Tensor:
