@@ -5,7 +5,6 @@ reciprocal and that does not come back (one fp32 in six), or where a group was r
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,37 +132,46 @@ class Exporter:
         names = [*self.base.dense, *self.base.fp8, *(f"{fqn}.weight" for fqn in self.base.weights)]
         metadata = self.target.file_metadata(names, weights)
         todo, done = sum(weight.size_bytes for weight in self.base.weights.values()), 0
-        self.specs_of = self.specs()
-        with ShardWriter(folder, self.specs_of, metadata=metadata, max_shard_bytes=max_shard_bytes) as writer:
+        with ShardWriter(folder, self.specs(), metadata=metadata, max_shard_bytes=max_shard_bytes) as writer:
             for key in [*self.base.dense.values(), *self.cache_scales]:
-                writer.write(key, shards.read(key))
+                writer.copy(key, shards, key)
             for weight in self.base.fp8.values():
                 writer.write(weight.key, weight.read(shards, self.base.dtype))
-            for fqn, key, tensor in self.converted():
-                writer.write(key, tensor)
-                done += tensor.nbytes
+            for fqn, stored in self.base.weights.items():
+                writer.copy(self.planned[fqn].keys["qdata"], shards, stored.keys["qdata"])
+                self.write_scales(writer, fqn)
+                done += stored.size_bytes
                 if progress is not None:
-                    progress(min(done, todo), todo, fqn)
+                    progress(done, todo, fqn)
         self.write_rest(folder, weights)
 
-    def converted(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(fqn, key, tensor) of all NVFP4 weights."""
-        for fqn, weight in self.base.weights.items():
-            parts = self.base.format.read(self.base.shards, weight)
-            if fqn in self.shared and parts.global_scale != self.shared[fqn]:
-                rescaled = rescale(parts, self.shared[fqn])
-                self.report.rescaled[fqn] = relative_error(dequantize(parts, torch.float32), rescaled)
-                parts = rescaled
-            tensors = self.target.encode(self.planned[fqn], parts)
-            if self.target.name == self.base.format.name and fqn not in self.report.rescaled:
-                planned = self.planned[fqn].keys
-                raw = [component for component in ("global_scale", "act_scale") if component in weight.keys]
-                tensors |= {planned[c]: self.base.shards.read(weight.keys[c]) for c in raw if c in planned}
-            elif self.target.name in RECIPROCAL and 1 / (1 / parts.global_scale) != parts.global_scale:
-                back = float((1 / (1 / parts.global_scale)).double() / parts.global_scale.double() - 1)
-                self.report.moved_scales[fqn] = back
-            for key, tensor in tensors.items():
-                yield fqn, key, tensor.reshape(self.specs_of[key].shape)
+    def write_scales(self, writer: ShardWriter, fqn: str) -> None:
+        """Block scales, tensor scale and activation scale of one weight, converted, or copied where nothing changes."""
+        shards, weight, planned = self.base.shards, self.base.weights[fqn], self.planned[fqn]
+        codes = torch.empty(planned.specs["qdata"].shape, dtype=torch.uint8, device="meta")  # copied, never read
+        parts = NVFP4Parts(codes, self.base.format.read_scale(shards, weight), self.tensor_scale(fqn))
+        rescaled = fqn in self.shared and bool(parts.global_scale != self.shared[fqn])
+        if rescaled:
+            parts = rescale(parts, self.shared[fqn])
+            self.report.rescaled[fqn] = self.added_error(weight, parts)
+        tensors = self.target.encode(planned, parts)
+        for component, key in planned.keys.items():
+            as_stored = self.target.name == self.base.format.name and not rescaled and component in weight.keys
+            if component == "qdata":
+                continue
+            if as_stored and component != "scale":
+                writer.copy(key, shards, weight.keys[component])
+            else:
+                writer.write(key, tensors[key])
+        if self.target.name in RECIPROCAL and self.base.format.name not in RECIPROCAL:
+            back = 1 / (1 / parts.global_scale)
+            if back != parts.global_scale:
+                self.report.moved_scales[fqn] = float(back.double() / parts.global_scale.double() - 1)
+
+    def added_error(self, weight: StoredWeight, rescaled: NVFP4Parts) -> float:
+        """||W' - W|| / ||W|| of a weight whose scales were changed."""
+        parts = self.base.format.read(self.base.shards, weight)
+        return relative_error(dequantize(parts, torch.float32), rescaled._replace(qdata=parts.qdata))
 
     def write_rest(self, folder: Path, weights: dict[str, StoredWeight]) -> None:
         config = {key: value for key, value in self.base.config.items() if key != "compression_config"}

@@ -179,7 +179,7 @@ class Merger:
             for name, weight in self.base.fp8.items():
                 writer.write(weight.key, self.fp8_parameter(name, weight))
             for key in self.base.kept if self.settings.to == "nvfp4" else ():
-                writer.write(key, self.base.shards.read(key))
+                writer.copy(key, self.base.shards, key)
             for group in fused_groups(self.base.weights):
                 for tensors in self.merged_group(group):
                     for key, tensor in tensors.items():

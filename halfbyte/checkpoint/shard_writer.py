@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.checkpoint.shards import INDEX_FILE, SINGLE_FILE
+from halfbyte.checkpoint.shards import INDEX_FILE, SINGLE_FILE, Shards
 from halfbyte.checkpoint.tensor_file import DTYPE_NAMES, DTYPES, TensorSpec
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -82,6 +82,15 @@ class ShardWriter:
         assert found == spec, f"{key}: planned as {spec}, written as {found}"
         data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
         self._write_bytes(key, data.numpy().data)
+        self._unwritten.discard(key)
+
+    def copy(self, key: str, shards: Shards, source_key: str) -> None:
+        """Fill one planned tensor with the bytes of another checkpoint's, which has the same dtype and number of them."""
+        spec, found = self._specs[key], shards.spec(source_key)
+        assert (found.dtype, found.size_bytes) == (spec.dtype, spec.size_bytes), (
+            f"{key}: planned as {spec}, copying {found}"
+        )
+        shards.copy(source_key, *self._place[key])
         self._unwritten.discard(key)
 
     def close(self) -> None:

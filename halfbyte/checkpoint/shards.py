@@ -70,6 +70,10 @@ class Shards:
     def read_rows(self, key: str, start: int, stop: int) -> Tensor:
         return self._files[self._name_of(key)].read_rows(key, start, stop)
 
+    def copy(self, key: str, fd: int, offset: int) -> None:
+        """The tensor's bytes into an open file."""
+        self._files[self._name_of(key)].copy(key, fd, offset)
+
     @property
     def size_bytes(self) -> int:
         return sum(self.spec(key).size_bytes for key in self)

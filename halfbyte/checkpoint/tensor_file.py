@@ -7,6 +7,7 @@ the way (to another dtype, out of a swizzle) costs its size twice. Reading into 
 in both directions.
 """
 
+import errno
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+COPY_BYTES = 1 << 24
 
 # In the order in which the library lays tensors out in a file: wide ones first keeps each aligned to its dtype.
 DTYPES: dict[str, torch.dtype] = {
@@ -96,6 +98,18 @@ class TensorFile:
         flat = self._read_bytes(key, start * row_bytes, math.prod(shape) * spec.dtype.itemsize)
         return flat.view(spec.dtype).reshape(shape)
 
+    def copy(self, key: str, fd: int, offset: int) -> None:
+        """Copy the tensor's bytes to another file without bringing them here, where the kernel can."""
+        size, done = self.specs[key].size_bytes, 0
+        while done < size:
+            step = min(COPY_BYTES, size - done)
+            count = _copy_range(self._fd, fd, step, self._offsets[key] + done, offset + done)
+            if count == 0:
+                raise ValueError(
+                    f"{self.path}: {key} ends after {done} of {size} bytes. The file was cut; fetch it again."
+                )
+            done += count
+
     def _read_bytes(self, key: str, offset: int, size: int) -> Tensor:
         """Fill a fresh uint8 tensor [size] from the file."""
         out = torch.empty(size, dtype=torch.uint8)
@@ -132,6 +146,18 @@ class TensorFile:
                 "to; fetch it again."
             )
         return specs, offsets, metadata
+
+
+def _copy_range(source: int, target: int, size: int, source_offset: int, target_offset: int) -> int:
+    """copy_file_range, or a read and a write where the system or the pair of file systems has no such thing."""
+    if hasattr(os, "copy_file_range"):
+        try:
+            return os.copy_file_range(source, target, size, source_offset, target_offset)
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    data = os.pread(source, size, source_offset)
+    return os.pwrite(target, data, target_offset) if data else 0
 
 
 def _parse_entries(header: dict, *, data_start: int, path: Path) -> tuple[dict[str, TensorSpec], dict[str, int], int]:

@@ -1,6 +1,8 @@
 """Folders: what we write, safetensors reads, byte for byte; what a hostile or damaged index says is refused by name."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,24 @@ def test_one_file_is_the_librarys_byte_for_byte(tmp_path: Path) -> None:
         for key, tensor in tensors.items():
             writer.write(key, tensor)
     assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_copies_between_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: bool) -> None:
+    """Through the kernel, and where it has no copy_file_range between the two file systems."""
+
+    def refuse(*args: object) -> int:
+        raise OSError(errno.EXDEV, "other file system")
+
+    if not kernel:
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+    write(tmp_path / "a", 30)
+    (tmp_path / "b").mkdir()
+    with Shards(tmp_path / "a") as shards, ShardWriter(tmp_path / "b", SPECS) as writer:
+        for key in shards:
+            writer.copy(key, shards, key)
+    loaded = load_file(tmp_path / "b" / "model.safetensors")
+    assert all(torch.equal(loaded[key].float(), tensor.float()) for key, tensor in TENSORS.items())
 
 
 def test_unwritten_tensor_is_our_mistake(tmp_path: Path) -> None:

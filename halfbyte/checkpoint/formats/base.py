@@ -73,6 +73,9 @@ class Format(Protocol):
     def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
         """The weight's parts. ValueError for a NaN scale, naming file and key."""
 
+    def read_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
+        """The block scales alone, E4M3 [N, K/16], checked."""
+
     def read_global_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
         """The tensor scale alone, fp32 [], as it multiplies."""
 
@@ -120,8 +123,9 @@ def check_qdata(path: Path, key: str, found: TensorSpec) -> tuple[int, int]:
 
 def check_scales(path: Path, key: str, scale: Tensor) -> None:
     """ValueError for a NaN among block scales [N, K/16] (E4M3)."""
-    bad = (scale.view(torch.uint8) & NAN_BITS) == NAN_BITS
-    if bad.any():
+    magnitude = scale.view(torch.uint8) & NAN_BITS
+    if magnitude.numel() and int(magnitude.max()) == NAN_BITS:
+        bad = magnitude == NAN_BITS
         row, col = (int(i) for i in bad.nonzero()[0])
         byte = int(scale.view(torch.uint8)[row, col])
         raise ValueError(

@@ -71,9 +71,13 @@ class KeyedLayout:
         return StoredWeight(fqn, model_fqn, (rows, cols), keys, specs, activation_of(fqn, act_scale))
 
     def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
+        qdata = shards.read(stored.keys["qdata"])
+        return NVFP4Parts(qdata, self.read_scale(shards, stored), self.read_global_scale(shards, stored))
+
+    def read_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
         scale = shards.read(stored.keys["scale"])
         check_scales(shards.path_of(stored.keys["scale"]), stored.keys["scale"], scale)
-        return NVFP4Parts(shards.read(stored.keys["qdata"]), scale, self.read_global_scale(shards, stored))
+        return scale
 
     def read_global_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
         return self._scalar(shards, stored.keys["global_scale"])

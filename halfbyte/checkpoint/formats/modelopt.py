@@ -44,6 +44,9 @@ class ModelOptFormat:
     def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
         return LAYOUT.read(shards, stored)
 
+    def read_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
+        return LAYOUT.read_scale(shards, stored)
+
     def read_global_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
         return LAYOUT.read_global_scale(shards, stored)
 

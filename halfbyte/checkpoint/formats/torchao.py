@@ -65,14 +65,17 @@ class TorchaoFormat:
         return found
 
     def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
+        qdata = shards.read(stored.keys["qdata"])
+        return NVFP4Parts(qdata, self.read_scale(shards, stored), self.read_global_scale(shards, stored))
+
+    def read_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
         rows, cols = stored.shape[0], stored.shape[1] // BLOCK_SIZE
-        scale_key = stored.keys["scale"]
-        scale = shards.read(scale_key)
+        key = stored.keys["scale"]
+        scale = shards.read(key)
         if stored.details["is_swizzled_scales"]:
             scale = unswizzle(scale, rows, cols)
-        scale = scale.reshape(rows, cols)
-        check_scales(shards.path_of(scale_key), scale_key, scale)
-        return NVFP4Parts(shards.read(stored.keys["qdata"]), scale, self.read_global_scale(shards, stored))
+        check_scales(shards.path_of(key), key, scale)
+        return scale
 
     def read_global_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
         if "global_scale" not in stored.keys:
