@@ -7,6 +7,7 @@ ordinary adapter mostly vanishes (DESIGN.md, section 2), and nobody should learn
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch import Tensor
 from halfbyte.checkpoint.adapter import Adapter, Factors
 from halfbyte.checkpoint.base import Base, dense_base, open_base
 from halfbyte.checkpoint.contents import Fp8Weight
-from halfbyte.checkpoint.detect import CONFIG_FILE, read_json
+from halfbyte.checkpoint.detect import CONFIG_FILE, FORMATS, read_json
+from halfbyte.checkpoint.export import export_checkpoint
 from halfbyte.checkpoint.formats.base import StoredWeight
 from halfbyte.checkpoint.formats.modelopt import QUANT_FILE
 from halfbyte.checkpoint.fused import fused_groups
@@ -49,6 +51,7 @@ def merge_checkpoint(
     out: str | os.PathLike[str],
     *,
     to: str = "nvfp4",
+    format: str | None = None,
     rounding: str | None = None,
     scales: str | None = None,
     seed: int | None = None,
@@ -61,7 +64,8 @@ def merge_checkpoint(
 ) -> MergeReport:
     """Write `base` with `adapter` merged into it to the folder `out`.
 
-    to            "nvfp4", in the base's own format, or "bf16", "fp16", "fp32".
+    to            "nvfp4", or "bf16", "fp16", "fp32".
+    format        of an NVFP4 output; None: the base's own. Else as `export_checkpoint` writes it.
     rounding      "dither" or "nearest"; scales "keep" or "fresh"; seed of the dither (halfbyte.lora.merged_parts).
                   None: what a merge-aware adapter was trained with, else dither, keep, 0.
     onto          the dense original: the adapter is added to its weights, and those are quantized as the base was.
@@ -74,6 +78,8 @@ def merge_checkpoint(
     """
     if to not in TARGETS:
         raise ValueError(f"to is {to!r}, expected {', '.join(TARGETS)}.")
+    if format is not None and (format not in FORMATS or to != "nvfp4"):
+        raise ValueError(f"format is {format!r} with to {to!r}, expected {', '.join(FORMATS)} with to 'nvfp4'.")
     max_shard_bytes = parse_size(max_shard_size)
     with ExitStack() as stack:
         opened = stack.enter_context(open_base(base))
@@ -85,9 +91,26 @@ def merge_checkpoint(
         with atomic_folder(out) as folder:
             merger.write(folder, max_shard_bytes, progress)
             judge(merger.report, min_retained)
+            if format is not None and format != opened.format.name:
+                merger.report.warnings += convert_in_place(folder, format, max_shard_bytes)
             if check is not None:
                 check(folder, merger.report)
     return merger.report
+
+
+def convert_in_place(folder: Path, format: str, max_shard_bytes: int) -> list[str]:
+    """Turn a finished, still hidden folder into another format; returns what the export has to say."""
+    merged, exported = folder / ".merged", folder / ".exported"
+    files = list(folder.iterdir())
+    merged.mkdir()
+    for path in files:
+        path.rename(merged / path.name)
+    report = export_checkpoint(merged, exported, format=format, max_shard_size=max_shard_bytes)
+    for path in exported.iterdir():
+        path.rename(folder / path.name)
+    exported.rmdir()
+    shutil.rmtree(merged)
+    return report.notices + [f"tensor scale moved by {by:+.1e}: {fqn}" for fqn, by in report.moved_scales.items()]
 
 
 def choose_settings(

@@ -85,11 +85,10 @@ class ShardWriter:
         self._unwritten.discard(key)
 
     def copy(self, key: str, shards: Shards, source_key: str) -> None:
-        """Fill one planned tensor with the bytes of another checkpoint's, which has the same dtype and number of them."""
+        """Fill one planned tensor with the bytes of another checkpoint's tensor of the same dtype and size."""
         spec, found = self._specs[key], shards.spec(source_key)
-        assert (found.dtype, found.size_bytes) == (spec.dtype, spec.size_bytes), (
-            f"{key}: planned as {spec}, copying {found}"
-        )
+        fits = (found.dtype, found.size_bytes) == (spec.dtype, spec.size_bytes)
+        assert fits, f"{key}: {spec} planned, copying {found}"
         shards.copy(source_key, *self._place[key])
         self._unwritten.discard(key)
 

@@ -15,7 +15,10 @@ def merge(
     base: Annotated[str, typer.Argument(help="An NVFP4 model folder, or a Hub id.")],
     adapter: Annotated[str, typer.Argument(help="A PEFT LoRA adapter's folder.")],
     out: Annotated[str, typer.Argument(help="The folder to write; it appears when it is complete.")],
-    to: Annotated[str, typer.Option(help="nvfp4 (the base's own format), bf16, fp16 or fp32.")] = "nvfp4",
+    to: Annotated[str, typer.Option(help="nvfp4, bf16, fp16 or fp32.")] = "nvfp4",
+    format: Annotated[
+        str | None, typer.Option(help="torchao, compressed-tensors or modelopt. Default: the base's own.")
+    ] = None,
     rounding: Annotated[
         str | None, typer.Option(help="dither or nearest. Default: as the adapter was trained for, else dither.")
     ] = None,
@@ -49,6 +52,7 @@ def merge(
                 adapter,
                 out,
                 to=to,
+                format=format,
                 rounding=rounding,
                 scales=scales,
                 seed=seed,

@@ -206,6 +206,11 @@ def test_a_base_in_another_format_comes_back_in_it(tmp_path: Path, ours: Path, a
     export_checkpoint(tmp_path / "torchao", tmp_path / "expected", format=format)
     assert_same_bytes(tmp_path / "expected", tmp_path / "out")
     assert_same_bytes(tmp_path / "base", tmp_path / "out", but=("weight_packed", "proj.weight"))
+    merge_checkpoint(ours, adapter, tmp_path / "converted", format=format)
+    assert_same_bytes(tmp_path / "expected", tmp_path / "converted")
+    assert {path.name for path in (tmp_path / "converted").iterdir()} == {
+        path.name for path in (tmp_path / "expected").iterdir()
+    }
     for name in ("config.json", "hf_quant_config.json"):
         if (tmp_path / "base" / name).exists():
             assert json.loads((tmp_path / "out" / name).read_text()) == read_config_like(tmp_path / "base" / name)
@@ -422,6 +427,10 @@ def test_another_base(tmp_path: Path, theirs: Path, ours: Path, adapter: Path, d
         merge_checkpoint(ours, dense, tmp_path / "out2")
     with pytest.raises(ValueError, match="to is int8, expected|to is 'int8', expected"):
         merge_checkpoint(ours, adapter, tmp_path / "out2", to="int8")
+    with pytest.raises(ValueError, match="format is 'gguf' with to 'nvfp4', expected torchao"):
+        merge_checkpoint(ours, adapter, tmp_path / "out2", format="gguf")
+    with pytest.raises(ValueError, match="format is 'modelopt' with to 'bf16'"):
+        merge_checkpoint(ours, adapter, tmp_path / "out2", format="modelopt", to="bf16")
     with pytest.raises(ValueError, match="rounding is 'up'"):
         merge_checkpoint(ours, adapter, tmp_path / "out2", rounding="up")
     with pytest.raises(FileExistsError):
