@@ -169,6 +169,36 @@ def test_kept_and_recomputed_weights_give_equal_steps() -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+@pytest.mark.parametrize("cache, expected", [(True, [1, 0, 1]), (False, [4, 4, 4])])
+def test_the_merged_weight_is_computed_once_a_step(
+    cache: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merges of one layer: in a step of two micro-batches (forward and backward of each), in another over the same
+    factors, and after an optimizer step."""
+    from halfbyte.lora import merge_aware_layer, merge_aware_matmul
+
+    names: list[str] = []
+
+    def counted(parts: Any, lora_A: Tensor, lora_B: Tensor, scaling: float, recipe: Any) -> Any:
+        names.append(recipe.name)
+        return merge(parts, lora_A, lora_B, scaling, recipe)
+
+    merge = merge_aware_layer.merge
+    monkeypatch.setattr(merge_aware_layer, "merge", counted)
+    monkeypatch.setattr(merge_aware_matmul, "merge", counted)
+    model = merge_aware_mlp(cache=cache)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    found = []
+    for step in range(3):
+        for part in (X[:2], X[2:]):
+            model(part.clone().requires_grad_()).square().sum().backward()
+        found.append(names.count("up"))
+        names.clear()
+        if step == 1:
+            optimizer.step()
+    assert found == expected
+
+
 @pytest.mark.parametrize("cache", [True, False])
 def test_saved_tensors_are_x_factors_and_bytes(cache: bool) -> None:
     layer, saved = merge_aware_mlp(cache=cache).base_model.model.up, []
