@@ -11,7 +11,8 @@ torch's own AdamW takes 8 (fp32) or 4 (bf16 parameters). Rejected: one class a f
 tensor subclasses as states, as torchao does (they break torch.load, deepcopy, DCP and FSDP2's checkpoints).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from halfbyte.optim.formats import FORMATS, StateFormat
 from halfbyte.optim.hyper import Hyper
 from halfbyte.optim.kernels.step import step as fused_step
 from halfbyte.optim.loading import load_groups, load_state, load_states
-from halfbyte.optim.rounding import Counter, param_seed
+from halfbyte.optim.plan import Plan
+from halfbyte.optim.rounding import param_seed
 from halfbyte.optim.saving import pack_state_dict
-from halfbyte.optim.sharding import counter_of, local_grad, local_tensor
+from halfbyte.optim.sharding import counter_of, is_dtensor, local_grad, local_tensor
 from halfbyte.optim.state import is_quantized, moment_names, new_moment, new_state
 
 STATE_VERSION = 1
@@ -86,7 +88,8 @@ class AdamW(Optimizer):
             "capturable": capturable,
             "differentiable": differentiable,
         }
-        self._caches: list[dict] = []
+        self._caches: list[dict] = []  # of each group: its plan and the kernels' tables; never saved
+        self._known_states: list[int] = []
         super().__init__(params, defaults)
         if isinstance(lr, Tensor):  # a scheduler writes into the group's tensor; defaults stay what was asked for
             self.defaults["lr"] = lr.detach().clone()
@@ -115,7 +118,7 @@ class AdamW(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._caches = [{} for _ in self.param_groups]
+        self._caches, self._known_states = [{} for _ in self.param_groups], []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -124,28 +127,57 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if list(map(id, self.state.values())) != self._known_states:  # somebody else put a state in
+            for cache in self._caches:
+                cache.pop("plan", None)
         first = 0
         for group, cache in zip(self.param_groups, self._caches, strict=True):
             self._step_group(group, cache, first)
             first += len(group["params"])
+        self._known_states = list(map(id, self.state.values()))
         return loss
 
     def _step_group(self, group: dict[str, Any], cache: dict, first: int) -> None:
         """Step one param group; `first` is the place of its first parameter among all."""
-        members = [(i, param) for i, param in enumerate(group["params"]) if param.grad is not None]
-        if not members:
+        params = group["params"]
+        grads = [param.grad for param in params]
+        members = [i for i, grad in enumerate(grads) if grad is not None] if NoneType in map(type, grads) else None
+        if members is not None:
+            params, grads = [params[i] for i in members], [grads[i] for i in members]
+        if not params:
             return
-        hyper = self._hyper(group)
+        plan = cache.get("plan")
+        if plan is None or not plan.fits(params, group):
+            plan = cache["plan"] = self._plan(params, members, group, first)
         fused_step(
-            [local_tensor(param) for _, param in members],
-            [self._grad(param) for _, param in members],
-            [self._state(i, param, group, cache) for i, param in members],
-            hyper,
+            [local_tensor(param) for param in params] if plan.sharded else plan.params,
+            [self._local_grad(*pair) for pair in zip(params, grads, strict=True)] if plan.sharded else grads,
+            plan.states,
+            self._hyper(group),
             self._format(group["block_size"]),
-            counters=self._counters(members, group, cache, first) if hyper.stochastic else None,
+            counters=plan.counters,
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
             cache=cache.setdefault("kernels", {}),
+        )
+
+    def _plan(self, params: list[Tensor], members: list[int] | None, group: dict[str, Any], first: int) -> Plan:
+        """What a step over these parameters needs and the next one can use again."""
+        grads = [param.grad for param in params if param.grad is not None]
+        for param, grad in zip(params, grads, strict=True):
+            check_grad(param, grad)
+        places = range(len(params)) if members is None else members
+        counters = None
+        if group["bf16_stochastic_round"]:
+            counters = [
+                counter_of(param, param_seed(group["seed"], first + i)) for param, i in zip(params, places, strict=True)
+            ]
+        return Plan(
+            params=params if members is not None else list(params),
+            states=[self._state(param, group) for param in params],
+            counters=counters,
+            sharded=any(map(is_dtensor, params)) or any(map(is_dtensor, grads)),
+            options=Plan.options_of(group),
         )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
@@ -163,9 +195,7 @@ class AdamW(Optimizer):
         )
 
     @staticmethod
-    def _grad(param: Tensor) -> Tensor:
-        grad = param.grad
-        assert grad is not None
+    def _local_grad(param: Tensor, grad: Tensor) -> Tensor:
         check_grad(param, grad)
         return local_grad(param, grad)
 
@@ -173,11 +203,9 @@ class AdamW(Optimizer):
         """The format of a parameter's state; None: it stays fp32."""
         return self._format(group["block_size"]) if is_quantized(param, group["min_quant_numel"]) else None
 
-    def _state(self, i: int, param: Tensor, group: dict[str, Any], cache: dict) -> dict[str, Tensor]:
-        """State of the group's i-th parameter: made on first use, checked when it is another dict than last time."""
-        state, known = self.state[param], cache.setdefault("states", {})
-        if known.get(i) is state:
-            return state
+    def _state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The parameter's state: made on first use, and brought into the form of memory."""
+        state = self.state[param]
         if not state:
             fmt = self.group_format(param, group)
             state.update(new_state(local_tensor(param), fmt, amsgrad=group["amsgrad"]))
@@ -187,23 +215,11 @@ class AdamW(Optimizer):
         if group["amsgrad"] and "max_exp_avg_sq" not in state:  # switched on after the first step
             fmt = self.group_format(param, group) if "exp_avg_scale" in state else None
             state.update(new_moment(local_tensor(param), fmt, moment_names(True)[-1]))
-        if not group["amsgrad"] or "max_exp_avg_sq" in state:
-            known[i] = state
         return state
 
     def _is_in_memory_form(self, param: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> bool:
         num_blocks = self._format(group["block_size"]).num_blocks(local_tensor(param).numel())
         return state["exp_avg"].dim() == 1 and state["exp_avg_scale"].shape == (num_blocks,)
-
-    @staticmethod
-    def _counters(
-        members: Iterable[tuple[int, Tensor]], group: dict[str, Any], cache: dict, first: int
-    ) -> list[Counter]:
-        known: dict[int, Counter] = cache.setdefault("counters", {})
-        for i, param in members:
-            if i not in known:
-                known[i] = counter_of(param, param_seed(group["seed"], first + i))
-        return [known[i] for i, _ in members]
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with plain tensors whose shapes no mesh changes (halfbyte.optim.layout says which).

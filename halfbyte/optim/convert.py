@@ -39,7 +39,7 @@ class TorchaoState(Tensor):
     scale: Tensor
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise RuntimeError(f"{func} on a torchao state that was read without torchao; load it into an optimizer first.")
