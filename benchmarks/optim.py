@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from typing import Any
 
 import torch
@@ -191,9 +192,12 @@ def tune(fmt_name: str, shapes: list[tuple[int, ...]], bandwidth: float) -> list
     grads = [torch.randn_like(p) * 1e-3 for p in params]
     states = [new_state(p, fmt, amsgrad=False) for p in params]
     floor = floor_ms(params, STATE_BYTES[fmt_name], bandwidth)
-    for tile, num_warps in ((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8)):
-        for max_tiles in (4, 16, 64):
-            tuning = step_triton.Tuning(tile, num_warps, max_programs=1, min_tiles=1, max_tiles=max_tiles)
+    cuts = [(256, 1), (512, 2), (1024, 4), (512, 1), (1024, 2), (2048, 4)]
+    for (tile, num_warps), prefetch, pair_v in product(cuts, (False, True), (False, True)):
+        if pair_v and fmt_name != "4bit":
+            continue
+        for chunk in (4096, 16384):
+            tuning = step_triton.Tuning(tile, num_warps, 1, 1, chunk // tile, pair_v, prefetch)
             cache: dict = {}
 
             def run(tuning: Any = tuning, cache: dict = cache) -> None:
@@ -203,7 +207,13 @@ def tune(fmt_name: str, shapes: list[tuple[int, ...]], bandwidth: float) -> list
             for _ in range(3):
                 run()
             ms = median_device_ms(run, 7)
-            rows.append([f"{tile} x {num_warps} warps, {max_tiles} tiles", f"{ms:.3f}", f"{floor / ms:.1%}"])
+            rows.append(
+                [
+                    f"{tile} x {num_warps} warps, chunks of {chunk}, {prefetch=}, {pair_v=}",
+                    f"{ms:.3f}",
+                    f"{floor / ms:.1%}",
+                ]
+            )
     return rows
 
 

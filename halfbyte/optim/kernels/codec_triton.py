@@ -27,14 +27,15 @@ from torch import Tensor
 
 from halfbyte.optim.formats import codebook, midpoints
 
-STRETCH = {("8bit", True): 1.2575, ("8bit", False): 1.003, ("4bit", True): 1.0}
-"""By (format, signed). Found by trying all of 1.000, 1.0005 ... 2; see `_fit_bin`."""
+STRETCH = {("8bit", True): 1.2575, ("8bit", False): 1.003 * 2.0**27, ("4bit", True): 1.0}
+"""By (format, signed). The mantissas were found by trying all of 1.000, 1.0005 ... 2; see `_fit_bin`. The power of two
+is the largest that scale >= 1e-30 allows: it keeps a positive y out of the lowest bin, which is zero's alone, for every
+positive value (2^-149 and up) in a block whose largest is at most `UNSIGNED_LIMIT`."""
+
+UNSIGNED_LIMIT = 256.0
 
 BIN_BITS = {("8bit", True): 2, ("8bit", False): 4, ("4bit", True): 1}
 """Mantissa bits that name a bin: the fewest for which a stretch exists."""
-
-LEAST_EXPONENT = -26
-"""Every positive midpoint is above 2**LEAST_EXPONENT."""
 
 _TOLERANCE = 4e-6
 
@@ -66,7 +67,7 @@ def _fit_bin(cuts: Tensor, low: float, high: float, least_code: int) -> tuple[fl
 def encode_table(name: str, signed: bool, device: torch.device) -> Tensor:
     """Lines of all bins: fp32 [num_bins, 2], by the upper 9 + BIN_BITS bits of y.
 
-    Not for fp8 and the unsigned 4-bit map. Unsigned maps give no zero code: that is rule 1, and 0 is the caller's.
+    Not for fp8 and the unsigned 4-bit map. In an unsigned map only the lowest bin, y < 2^-130, has code 0 (rule 1).
     """
     bin_bits = BIN_BITS[name, signed]
     num_bins = 2 ** (9 + bin_bits)
@@ -81,49 +82,106 @@ def encode_table(name: str, signed: bool, device: torch.device) -> Tensor:
         cuts, least_code = cuts[1:], 1
     lines = []
     for low, high in zip(lows.tolist(), highs.tolist(), strict=True):
-        code = least_code + int((cuts <= low).sum())
-        if abs(low) < 4 and max(abs(low), abs(high)) > 2.0**LEAST_EXPONENT:
-            lines.append(_fit_bin(cuts[(cuts > low) & (cuts <= high)], low, high, code))
-        else:  # next to zero, beyond the map, or NaN: no cut in this bin
-            lines.append((0.0, code + 0.5))
+        inside = cuts[(cuts > low) & (cuts <= high)]
+        lines.append(_fit_bin(inside, low, high, least_code + int((cuts <= low).sum())))
+    if not signed:
+        lines[0] = (0.0, 0.5)
     return torch.tensor(lines, dtype=torch.float32, device="cpu").to(device)
 
 
 @lru_cache
 def decode_table(name: str, signed: bool, device: torch.device) -> Tensor:
-    """The codebook on a device: fp32 [256] or [16]."""
-    return codebook(name, signed).to(device)
+    """By byte: fp32 [256] values of an 8-bit code, or [256, 2] of the upper and the lower 4-bit code."""
+    values = codebook(name, signed)
+    if name == "4bit":
+        values = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)
+    return values.to(device)
+
+
+@lru_cache
+def codec_tables(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(addresses, storage) of the tables that decode exp_avg and exp_avg_sq and of those that encode them.
+
+    addresses  int32 [5]: the lower halves of the four addresses (0: the format does not need it), and the upper half,
+               which they share.
+    storage    the memory that holds them; keep it.
+    """
+    tables = [decode_table(name, signed, device) for signed in (True, False)]
+    tables += [
+        encode_table(name, signed, device) if (name, signed) in STRETCH else torch.zeros(0, device=device)
+        for signed in (True, False)
+    ]
+    starts = [0]
+    for table in tables:
+        starts.append(starts[-1] + -(-table.numel() // 64) * 64)
+    storage = torch.zeros(starts[-1] + 2**14, device=device)
+    first = storage.data_ptr()
+    if first >> 32 != (first + 4 * starts[-1]) >> 32:  # crosses a multiple of 2^32; cannot happen twice in a row
+        storage = torch.zeros(starts[-1] + 2**14, device=device)
+        first = storage.data_ptr()
+    for start, table in zip(starts, tables, strict=False):
+        storage[start : start + table.numel()] = table.view(-1)
+    halves = [(first + 4 * start) & 0xFFFFFFFF for start in starts[:4]] + [first >> 32]
+    return torch.tensor(halves, dtype=torch.uint32, device="cpu").view(torch.int32).to(device), storage
 
 
 @triton.jit
-def look_up(table, index, FAST: tl.constexpr):
-    """table[index]: table a pointer to fp32, index int32 >= 0 of any shape. FAST: on a GPU, one address instruction."""
+def _pointer(low, high):
+    """Halves of an address, int32, as a pointer to fp32."""
+    return ((high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def look_up(low, high, index, FAST: tl.constexpr):
+    """table[index]: low and high are the halves of the table's address, index int32 >= 0 of any shape.
+
+    FAST: on a GPU. Only the lower half of the address is computed, by one instruction; with 64-bit pointers ptxas makes
+    three dependent ones, and if both halves came from one register pair, an idle copy.
+    """
     if FAST:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b64 at; cvt.u64.u32 at, $1; add.s64 at, at, $2; ld.global.nc.f32 $0, [at]; }",
-            "=f,r,l",
-            [index * 4, table.to(tl.int64)],
+        value = tl.inline_asm_elementwise(
+            """{ .reg .b64 at; .reg .b32 low; mad.lo.u32 low, $1, 4, $2; mov.b64 at, {low, $3};
+            ld.global.nc.f32 $0, [at]; }""",
+            "=f,r,r,r",
+            [index, low, high],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
         )
-    return tl.load(table + index)
+    else:
+        value = tl.load(_pointer(low, high) + index)
+    return value
 
 
 @triton.jit
-def _look_up_line(table, index, FAST: tl.constexpr):
-    """(table[2 index], table[2 index + 1]); index int32 >= 0."""
+def look_up_two(low, high, index, FAST: tl.constexpr):
+    """(table[2 index], table[2 index + 1]), as `look_up`."""
     if FAST:
         a, b = tl.inline_asm_elementwise(
-            "{ .reg .b64 at; cvt.u64.u32 at, $2; add.s64 at, at, $3; ld.global.nc.v2.f32 {$0, $1}, [at]; }",
-            "=f,=f,r,l",
-            [index * 8, table.to(tl.int64)],
+            """{ .reg .b64 at; .reg .b32 low; mad.lo.u32 low, $2, 8, $3; mov.b64 at, {low, $4};
+            ld.global.nc.v2.f32 {$0, $1}, [at]; }""",
+            "=f,=f,r,r,r",
+            [index, low, high],
             dtype=(tl.float32, tl.float32),
             is_pure=True,
             pack=1,
         )
-        return a, b
-    return tl.load(table + 2 * index), tl.load(table + 2 * index + 1)
+    else:
+        a = tl.load(_pointer(low, high) + 2 * index)
+        b = tl.load(_pointer(low, high) + 2 * index + 1)
+    return a, b
+
+
+@triton.jit
+def widen(x, FAST: tl.constexpr):
+    """bf16, fp16 or fp32 -> fp32. FAST: two bf16 of a register with one instruction each; a plain cast takes three."""
+    if FAST and x.dtype == tl.bfloat16:
+        wide = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        wide = x.to(tl.float32)
+    return wide
 
 
 @triton.jit
@@ -137,9 +195,10 @@ def _truncate(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def encode_by_line(y, table, BIN_BITS: tl.constexpr, FAST: tl.constexpr):
-    """Code of y (stretched fp32, finite) by the line of its bin; table is `encode_table`'s address. int32, low byte."""
-    a, b = _look_up_line(table, (y.to(tl.uint32, bitcast=True) >> (23 - BIN_BITS)).to(tl.int32), FAST)
+def encode_by_line(y, low, high, BIN_BITS: tl.constexpr, FAST: tl.constexpr):
+    """Code of y (stretched fp32, finite) by the line of its bin; low, high: `encode_table`. int32, low byte."""
+    place = (y.to(tl.uint32, bitcast=True) >> (23 - BIN_BITS)).to(tl.int32)
+    a, b = look_up_two(low, high, place, FAST)
     return _truncate(a * y + b, FAST)
 
 

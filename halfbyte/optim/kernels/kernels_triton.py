@@ -22,6 +22,8 @@ from halfbyte.optim.kernels.codec_triton import (
     fast_reciprocal,
     fast_sqrt,
     look_up,
+    look_up_two,
+    widen,
 )
 
 COLUMNS = tl.constexpr(16)
@@ -52,6 +54,7 @@ KEY = tl.constexpr(10)  # rounding.step_key, as bits
 MULTIPLY = tl.constexpr(11)
 
 SCALE_MIN = tl.constexpr(1e-30)
+UNSIGNED_LIMIT = tl.constexpr(256.0)  # codec_triton.UNSIGNED_LIMIT
 
 
 @triton.jit
@@ -64,13 +67,23 @@ def _fmix32(x):
     return x ^ (x >> 16)
 
 
+@triton.jit
+def _power(base, exponent):
+    """base^exponent in fp64 by squaring; exponent int32 >= 0. tl.exp and tl.log would link a library."""
+    power = tl.full(exponent.shape, 1.0, tl.float64)
+    for _ in range(25):  # a step count is exact in fp32 up to 2^24
+        power = tl.where((exponent & 1) != 0, power * base, power)
+        base = base * base
+        exponent = exponent >> 1
+    return power
+
+
 @triton.jit(
     do_not_specialize=["num_tensors"],
     do_not_specialize_on_alignment=["lr_at", "beta1_at", "beta2_at", "grad_scale_at", "found_inf_at"],
 )
 def prepare(
-    table, scalars, num_tensors,
-    lr, beta1, one_minus_beta1, log_beta1, beta2, one_minus_beta2, log_beta2, eps, weight_decay,
+    table, scalars, num_tensors, lr, beta1, beta1_rest, beta2, beta2_rest, eps, weight_decay,
     lr_at, beta1_at, beta2_at, grad_scale_at, found_inf_at,
     LR_IS_TENSOR: tl.constexpr, BETA1_IS_TENSOR: tl.constexpr, BETA2_IS_TENSOR: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr, MAXIMIZE: tl.constexpr, TENSORS: tl.constexpr,
@@ -93,17 +106,15 @@ def prepare(
         grad_factor = -grad_factor
     if LR_IS_TENSOR:
         lr = tl.load(lr_at)
+    zero = tl.zeros([TENSORS], tl.float64)
+    exact1 = zero + beta1 + beta1_rest
+    exact2 = zero + beta2 + beta2_rest
     if BETA1_IS_TENSOR:
-        beta1 = tl.load(beta1_at)
-        one_minus_beta1 = 1.0 - beta1
-        log_beta1 = tl.log(beta1.to(tl.float64))
+        exact1 = zero + tl.load(beta1_at)
     if BETA2_IS_TENSOR:
-        beta2 = tl.load(beta2_at)
-        one_minus_beta2 = 1.0 - beta2
-        log_beta2 = tl.log(beta2.to(tl.float64))
-    count = step.to(tl.float64)
-    correction1 = 1.0 - tl.exp(count * log_beta1)
-    correction2 = 1.0 - tl.exp(count * log_beta2)
+        exact2 = zero + tl.load(beta2_at)
+    correction1 = (1.0 - _power(exact1, step.to(tl.int32))).to(tl.float32)
+    correction2 = (1.0 - _power(exact2, step.to(tl.int32))).to(tl.float32)
     seed = tl.load(row + SEED, mask=mask, other=0).to(tl.uint32)
     key = _fmix32(seed ^ _fmix32(step.to(tl.uint32)))
     multiply = _fmix32(key + 0x9E3779B9) | 1
@@ -111,12 +122,12 @@ def prepare(
     out = scalars + i * SCALARS
     none = tl.zeros([TENSORS], tl.float32)
     tl.store(out + GRAD_FACTOR, none + grad_factor, mask=mask)
-    tl.store(out + BETA1, none + beta1, mask=mask)
-    tl.store(out + ONE_MINUS_BETA1, none + one_minus_beta1, mask=mask)
-    tl.store(out + BETA2, none + beta2, mask=mask)
-    tl.store(out + ONE_MINUS_BETA2, none + one_minus_beta2, mask=mask)
-    tl.store(out + ROOT_FACTOR, (1.0 / tl.sqrt(correction2)).to(tl.float32), mask=mask)
-    tl.store(out + STEP_SIZE, (lr / correction1).to(tl.float32), mask=mask)
+    tl.store(out + BETA1, exact1.to(tl.float32), mask=mask)
+    tl.store(out + ONE_MINUS_BETA1, (1.0 - exact1).to(tl.float32), mask=mask)
+    tl.store(out + BETA2, exact2.to(tl.float32), mask=mask)
+    tl.store(out + ONE_MINUS_BETA2, (1.0 - exact2).to(tl.float32), mask=mask)
+    tl.store(out + ROOT_FACTOR, 1.0 / tl.sqrt(correction2), mask=mask)
+    tl.store(out + STEP_SIZE, lr / correction1, mask=mask)
     tl.store(out + DECAY, none + (1.0 - lr * weight_decay), mask=mask)
     tl.store(out + EPS, none + eps, mask=mask)
     tl.store(out + WEIGHT_DECAY, none + weight_decay, mask=mask)
@@ -202,53 +213,88 @@ def _round(x, index, row, hyper, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, 
 
 
 @triton.jit
-def _load_moment(codes, scales, table, factor, r, code_at, row_mask, mask,
-                 FMT: tl.constexpr, SIGNED: tl.constexpr, MASKED: tl.constexpr, NATIVE_E4M3: tl.constexpr,
-                 TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
-    """Decode a tile of one moment, times factor: fp32 [TILE_ROWS, BLOCK]."""
+def _load_tile(first_row, numel, params, grads, m_codes, m_scales, v_codes, v_scales,
+               FMT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,
+               MASKED: tl.constexpr):  # fmt: skip
+    """What a tile reads: gradient, parameter [TILE_ROWS, BLOCK], and of each moment codes and scales."""
+    PER_BYTE: tl.constexpr = 2 if FMT == "4bit" else 1
+    r = tl.arange(0, TILE_ROWS)
+    column = tl.arange(0, BLOCK)
+    code_column = tl.arange(0, BLOCK // PER_BYTE)
+    start = first_row * BLOCK_SIZE
+    at = r[:, None] * BLOCK_SIZE + column[None, :]
+    code_at = r[:, None] * (BLOCK_SIZE // PER_BYTE) + code_column[None, :]
+    code_start = start // PER_BYTE
     if MASKED:
-        scale = tl.load(scales + r, mask=row_mask, other=0.0)
-        code = tl.load(codes + code_at, mask=mask, other=0)
+        left = numel - start
+        mask = (at < left) & (column < BLOCK_SIZE)[None, :]
+        code_mask = (code_at * PER_BYTE < left) & (code_column * PER_BYTE < BLOCK_SIZE)[None, :]
+        row_mask = r * BLOCK_SIZE < left
+        grad = tl.load(grads + start + at, mask=mask, other=0.0)
+        param = tl.load(params + start + at, mask=mask, other=0.0)
+        m_code = tl.load(m_codes + code_start + code_at, mask=code_mask, other=0)
+        v_code = tl.load(v_codes + code_start + code_at, mask=code_mask, other=0)
+        m_scale = tl.load(m_scales + first_row + r, mask=row_mask, other=0.0)
+        v_scale = tl.load(v_scales + first_row + r, mask=row_mask, other=0.0)
     else:
-        scale = tl.load(scales + r)
-        code = tl.load(codes + code_at)
-    if FMT == "4bit":
-        code = tl.reshape(tl.join(code >> 4, code & 15), [TILE_ROWS, BLOCK])
-    if FMT == "fp8":
-        value = decode_e4m3(code, NATIVE_E4M3)
-    elif FMT == "4bit" and not SIGNED:
-        value = decode_linear(code)
-    else:
-        value = look_up(table, code.to(tl.int32), FAST)
-    return value * (scale * factor)[:, None]
+        grad = tl.load(grads + start + at)
+        param = tl.load(params + start + at)
+        m_code = tl.load(m_codes + code_start + code_at)
+        v_code = tl.load(v_codes + code_start + code_at)
+        m_scale = tl.load(m_scales + first_row + r)
+        v_scale = tl.load(v_scales + first_row + r)
+    return grad, param, m_code, m_scale, v_code, v_scale
 
 
 @triton.jit
-def _store_moment(x, ok, codes, scales, table, r, code_at, row_mask, code_mask, mask,
+def _decode_moment(code, scale, low, high, FMT: tl.constexpr, SIGNED: tl.constexpr, NATIVE_E4M3: tl.constexpr,
+                   TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr, PAIR_V: tl.constexpr):  # fmt: skip
+    """fp32 [TILE_ROWS, BLOCK] of a tile's codes; scale [TILE_ROWS] times what else belongs to it."""
+    if FMT == "fp8":
+        value = decode_e4m3(code, NATIVE_E4M3)
+    elif FMT == "8bit":
+        value = look_up(low, high, code.to(tl.int32), FAST)
+    elif SIGNED or PAIR_V:
+        even, odd = look_up_two(low, high, code.to(tl.int32), FAST)
+        value = tl.reshape(tl.join(even, odd), [TILE_ROWS, BLOCK])
+    else:
+        value = decode_linear(tl.reshape(tl.join(code >> 4, code & 15), [TILE_ROWS, BLOCK]))
+    return value * scale[:, None]
+
+
+@triton.jit
+def _greater(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _repair(x, ok, LEAST: tl.constexpr):
+    """(unsigned moment, its blocks' largest) where elements not `ok` count as the largest, and no positive one as 0."""
+    x = tl.where(ok, x, 0.0)
+    amax = tl.maximum(tl.max(x, axis=1), SCALE_MIN)
+    x = tl.where(x > 0.0, tl.maximum(x, (amax * LEAST)[:, None]), 0.0)
+    return tl.where(ok, x, amax[:, None]), amax
+
+
+@triton.jit
+def _store_moment(x, amax, codes, scales, low, high, r, code_at, row_mask, code_mask, mask,
                   FMT: tl.constexpr, SIGNED: tl.constexpr, STRETCH: tl.constexpr, BIN_BITS: tl.constexpr,
                   MASKED: tl.constexpr, NATIVE_E4M3: tl.constexpr,
                   TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
-    """Encode and store a tile of one moment; elements not `ok` take no part in the scale."""
-    x = tl.where(ok, x, 0.0)
-    amax = tl.maximum(tl.max(tl.abs(x), axis=1), SCALE_MIN)
+    """Encode and store a tile of one moment, finite, given its blocks' largest magnitudes."""
+    scale = tl.maximum(amax, SCALE_MIN)
     if FMT == "fp8":
-        scale = amax / 448.0
+        scale = scale / 448.0
         y = x * (1.0 / scale)[:, None]
         if not SIGNED:
             y = tl.where(x > 0.0, tl.maximum(y, 0.001953125), 0.0)  # rule 1: at least the least code, 2^-9
-            y = tl.where(ok, y, 448.0)
         code = encode_e4m3(y, NATIVE_E4M3)
     else:
-        scale = amax
         y = x * (STRETCH / scale)[:, None]
         if FMT == "4bit" and not SIGNED:
             code = encode_linear(y, FAST)
         else:
-            code = encode_by_line(y, table, BIN_BITS, FAST)
-        if not SIGNED:
-            if FMT == "8bit":
-                code = tl.where(x > 0.0, code, 0)  # rule 1: the table has no zero code
-            code = tl.where(ok, code, 15 if FMT == "4bit" else 255)
+            code = encode_by_line(y, low, high, BIN_BITS, FAST)
     code = code.to(tl.uint8)
     if FMT == "4bit":
         if MASKED:
@@ -265,15 +311,18 @@ def _store_moment(x, ok, codes, scales, table, r, code_at, row_mask, code_mask, 
 
 @triton.jit
 def _step_tile(
-    first_row, numel, row, params, grads, m_codes, m_scales, v_codes, v_scales, d_codes, d_scales, hyper,
-    decode_m, decode_v, encode_m, encode_v,
+    first_row, grad, param, m_code, m_scale, v_code, v_scale, numel, row, params, m_codes, m_scales, v_codes, v_scales, d_codes, d_scales, hyper,
+    halves,
     P: tl.constexpr, FMT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr, MASKED: tl.constexpr, AMSGRAD: tl.constexpr,
     DECOUPLED: tl.constexpr, STOCHASTIC: tl.constexpr, FLAT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
     STRETCH_M: tl.constexpr, BITS_M: tl.constexpr, STRETCH_V: tl.constexpr, BITS_V: tl.constexpr,
-    HAS_GRAD_FACTOR: tl.constexpr, FAST: tl.constexpr,
+    HAS_GRAD_FACTOR: tl.constexpr, FAST: tl.constexpr, PAIR_V: tl.constexpr,
 ):  # fmt: skip
-    """Step the blocks first_row .. first_row + TILE_ROWS of one tensor (int64); MASKED if some values do not exist."""
+    """Step the blocks first_row .. first_row + TILE_ROWS of one tensor (int64), given what `_load_tile` read.
+
+    MASKED: some values of the tile do not exist.
+    """
     PER_BYTE: tl.constexpr = 2 if FMT == "4bit" else 1
     r = tl.arange(0, TILE_ROWS)
     column = tl.arange(0, BLOCK)
@@ -287,58 +336,67 @@ def _step_tile(
     code_mask = (code_at * PER_BYTE < left) & (code_column * PER_BYTE < BLOCK_SIZE)[None, :]
 
     params += start
-    grads += start
     m_codes += start // PER_BYTE
     v_codes += start // PER_BYTE
     m_scales += first_row
     v_scales += first_row
-    if MASKED:
-        grad = tl.load(grads + at, mask=mask, other=0.0)
-        param = tl.load(params + at, mask=mask, other=0.0)
-    else:
-        grad = tl.load(grads + at)
-        param = tl.load(params + at)
-    m = _load_moment(m_codes, m_scales, decode_m, hyper[BETA1], r, code_at, row_mask, code_mask,
-                     FMT, True, MASKED, NATIVE_E4M3, TILE_ROWS, BLOCK, FAST)  # fmt: skip
-    v = _load_moment(v_codes, v_scales, decode_v, hyper[BETA2], r, code_at, row_mask, code_mask,
-                     FMT, False, MASKED, NATIVE_E4M3, TILE_ROWS, BLOCK, FAST)  # fmt: skip
+    m = _decode_moment(m_code, m_scale * hyper[BETA1], halves[0], halves[4],
+                       FMT, True, NATIVE_E4M3, TILE_ROWS, BLOCK, FAST, PAIR_V)  # fmt: skip
+    v = _decode_moment(v_code, v_scale * hyper[BETA2], halves[1], halves[4],
+                       FMT, False, NATIVE_E4M3, TILE_ROWS, BLOCK, FAST, PAIR_V)  # fmt: skip
     d = v
     if AMSGRAD:
         d_codes += start // PER_BYTE
         d_scales += first_row
-        d = _load_moment(d_codes, d_scales, decode_v, 1.0, r, code_at, row_mask, code_mask,
-                         FMT, False, MASKED, NATIVE_E4M3, TILE_ROWS, BLOCK, FAST)  # fmt: skip
+        d_code = tl.load(d_codes + code_at, mask=code_mask, other=0)
+        d_scale = tl.load(d_scales + r, mask=row_mask, other=0.0)
+        d = _decode_moment(d_code, d_scale, halves[1], halves[4],
+                           FMT, False, NATIVE_E4M3, TILE_ROWS, BLOCK, FAST, PAIR_V)  # fmt: skip
 
-    grad = grad.to(tl.float32)
+    grad = widen(grad, FAST)
     if HAS_GRAD_FACTOR:
         grad = grad * hyper[GRAD_FACTOR]
-    param, m, v, d = _adam(param.to(tl.float32), grad, m, v, d, hyper, AMSGRAD, DECOUPLED, FAST)
+    param, m, v, d = _adam(widen(param, FAST), grad, m, v, d, hyper, AMSGRAD, DECOUPLED, FAST)
 
     param = _round(param, start + at, row, hyper, P, STOCHASTIC, FLAT, FAST)
-    ok = v < float("inf")  # wherever m or d is not finite, v is not either
     if MASKED:
         tl.store(params + at, param, mask=mask)
-        ok = ok & mask
+        m = tl.where(mask, m, 0.0)
+        v = tl.where(mask, v, 0.0)
+        d = tl.where(mask, d, 0.0)
     else:
         tl.store(params + at, param)
-    _store_moment(m, ok, m_codes, m_scales, encode_m, r, code_at, row_mask, code_mask, mask,
-                  FMT, True, STRETCH_M, BITS_M, MASKED, NATIVE_E4M3, TILE_ROWS, BLOCK, FAST)  # fmt: skip
-    _store_moment(v, ok, v_codes, v_scales, encode_v, r, code_at, row_mask, code_mask, mask,
-                  FMT, False, STRETCH_V, BITS_V, MASKED, NATIVE_E4M3, TILE_ROWS, BLOCK, FAST)  # fmt: skip
+
+    v_amax = tl.reduce(v, 1, _greater)
+    d_amax = v_amax
     if AMSGRAD:
-        _store_moment(d, ok, d_codes, d_scales, encode_v, r, code_at, row_mask, code_mask, mask,
-                      FMT, False, STRETCH_V, BITS_V, MASKED, NATIVE_E4M3, TILE_ROWS, BLOCK, FAST)  # fmt: skip
+        d_amax = tl.reduce(d, 1, _greater)
+    # One test a tile instead of three selections a value: not finite (m and d are finite where v is), or very large.
+    if tl.max((d_amax <= UNSIGNED_LIMIT).to(tl.int32) ^ 1, axis=0) != 0:
+        ok = v < float("inf")
+        m = tl.where(ok, m, 0.0)
+        v, v_amax = _repair(v, ok, 7.888609052210118e-31)  # 2^-100
+        if AMSGRAD:
+            d, d_amax = _repair(d, ok, 7.888609052210118e-31)
+    m_amax = tl.max(tl.abs(m), axis=1)
+    _store_moment(m, m_amax, m_codes, m_scales, halves[2], halves[4], r, code_at, row_mask, code_mask,
+                  mask, FMT, True, STRETCH_M, BITS_M, MASKED, NATIVE_E4M3, TILE_ROWS, BLOCK, FAST)  # fmt: skip
+    _store_moment(v, v_amax, v_codes, v_scales, halves[3], halves[4], r, code_at, row_mask, code_mask,
+                  mask, FMT, False, STRETCH_V, BITS_V, MASKED, NATIVE_E4M3, TILE_ROWS, BLOCK, FAST)  # fmt: skip
+    if AMSGRAD:
+        _store_moment(d, d_amax, d_codes, d_scales, halves[3], halves[4], r, code_at, row_mask, code_mask,
+                      mask, FMT, False, STRETCH_V, BITS_V, MASKED, NATIVE_E4M3, TILE_ROWS, BLOCK, FAST)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["chunk_tiles"], do_not_specialize_on_alignment=["found_inf_at"])
 def step_blocks(
-    table, grads, scalars, chunk_tensor, chunk_tiles, found_inf_at, decode_m, decode_v, encode_m, encode_v,
+    table, grads, scalars, chunk_tensor, chunk_tiles, found_inf_at, codec,
     HAS_FOUND_INF: tl.constexpr, TAILS: tl.constexpr, ALIGNED: tl.constexpr, G: tl.constexpr,
     P: tl.constexpr, FMT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr, AMSGRAD: tl.constexpr,
     DECOUPLED: tl.constexpr, STOCHASTIC: tl.constexpr, FLAT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
     STRETCH_M: tl.constexpr, BITS_M: tl.constexpr, STRETCH_V: tl.constexpr, BITS_V: tl.constexpr,
-    HAS_GRAD_FACTOR: tl.constexpr, FAST: tl.constexpr,
+    HAS_GRAD_FACTOR: tl.constexpr, FAST: tl.constexpr, PAIR_V: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One program steps one chunk, `chunk_tiles` whole tiles of a quantized tensor; or (TAILS) its last, partial tile.
 
@@ -361,20 +419,37 @@ def step_blocks(
     if AMSGRAD:
         d_codes = _address(row, MAX_EXP_AVG_SQ, tl.uint8, ALIGNED)
         d_scales = _address(row, MAX_EXP_AVG_SQ + 1, tl.float32, ALIGNED)
+    halves = (tl.load(codec), tl.load(codec + 1), tl.load(codec + 2), tl.load(codec + 3), tl.load(codec + 4))
     numel = tl.load(row + NUMEL)
     num_tiles = numel // (TILE_ROWS * BLOCK_SIZE)
     if TAILS:
-        _step_tile(num_tiles * TILE_ROWS, numel, row, param_at, grad_at, m_codes, m_scales, v_codes, v_scales,
-                   d_codes, d_scales, hyper, decode_m, decode_v, encode_m, encode_v,
-                   P, FMT, BLOCK_SIZE, BLOCK, TILE_ROWS, True, AMSGRAD, DECOUPLED, STOCHASTIC, FLAT,
-                   NATIVE_E4M3, STRETCH_M, BITS_M, STRETCH_V, BITS_V, HAS_GRAD_FACTOR, FAST)  # fmt: skip
+        begin = num_tiles
+        count = 1
     else:
         begin = (pid - tl.load(row + FIRST_CHUNK)) * chunk_tiles
-        for i in range(tl.minimum(chunk_tiles, num_tiles - begin).to(tl.int32)):
-            _step_tile((begin + i) * TILE_ROWS, numel, row, param_at, grad_at, m_codes, m_scales, v_codes, v_scales,
-                       d_codes, d_scales, hyper, decode_m, decode_v, encode_m, encode_v,
-                       P, FMT, BLOCK_SIZE, BLOCK, TILE_ROWS, BLOCK != BLOCK_SIZE, AMSGRAD, DECOUPLED, STOCHASTIC, FLAT,
-                       NATIVE_E4M3, STRETCH_M, BITS_M, STRETCH_V, BITS_V, HAS_GRAD_FACTOR, FAST)  # fmt: skip
+        count = tl.minimum(chunk_tiles, num_tiles - begin).to(tl.int32)
+    MASKED: tl.constexpr = TAILS or BLOCK != BLOCK_SIZE
+    if PREFETCH:
+        grad, param, m_code, m_scale, v_code, v_scale = _load_tile(
+            begin * TILE_ROWS, numel, param_at, grad_at, m_codes, m_scales, v_codes, v_scales,
+            FMT, BLOCK_SIZE, BLOCK, TILE_ROWS, MASKED)  # fmt: skip
+    for i in range(count):
+        if PREFETCH:
+            next_grad, next_param, next_m_code, next_m_scale, next_v_code, next_v_scale = _load_tile(
+                (begin + tl.minimum(i + 1, count - 1)) * TILE_ROWS, numel, param_at, grad_at,
+                m_codes, m_scales, v_codes, v_scales, FMT, BLOCK_SIZE, BLOCK, TILE_ROWS, MASKED)  # fmt: skip
+        else:
+            grad, param, m_code, m_scale, v_code, v_scale = _load_tile(
+                (begin + i) * TILE_ROWS, numel, param_at, grad_at, m_codes, m_scales, v_codes, v_scales,
+                FMT, BLOCK_SIZE, BLOCK, TILE_ROWS, MASKED)  # fmt: skip
+        _step_tile((begin + i) * TILE_ROWS, grad, param, m_code, m_scale, v_code, v_scale, numel, row, param_at,
+                   m_codes, m_scales, v_codes, v_scales, d_codes, d_scales, hyper, halves,
+                   P, FMT, BLOCK_SIZE, BLOCK, TILE_ROWS, MASKED, AMSGRAD, DECOUPLED, STOCHASTIC, FLAT,
+                   NATIVE_E4M3, STRETCH_M, BITS_M, STRETCH_V, BITS_V, HAS_GRAD_FACTOR, FAST, PAIR_V)  # fmt: skip
+        if PREFETCH:
+            grad, param, m_code, m_scale, v_code, v_scale = (
+                next_grad, next_param, next_m_code, next_m_scale, next_v_code, next_v_scale
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["chunk_tiles"], do_not_specialize_on_alignment=["found_inf_at"])

@@ -8,7 +8,7 @@ the device, and what is allocated is a table of some kilobytes, kept from step t
 The kernels also run under Triton's interpreter (TRITON_INTERPRET=1) on CPU tensors; that is how the tests run them.
 """
 
-import math
+import struct
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from halfbyte.optim.formats import StateFormat
 from halfbyte.optim.hyper import Hyper
-from halfbyte.optim.kernels.codec_triton import BIN_BITS, STRETCH, decode_table, encode_table
+from halfbyte.optim.kernels.codec_triton import BIN_BITS, STRETCH, codec_tables
 from halfbyte.optim.kernels.kernels_triton import prepare, step_blocks, step_plain
 from halfbyte.optim.kernels.table_triton import Chunking, Launch, Plan
 from halfbyte.optim.rounding import Counter
@@ -48,6 +48,8 @@ class Tuning(NamedTuple):
     max_programs: int = 60_000
     min_tiles: int = 4
     max_tiles: int = 64
+    pair_v: bool = False
+    prefetch: bool = False
 
 
 TUNING = Tuning()
@@ -153,7 +155,7 @@ def _launch_prepare(plan: Plan, hyper: Hyper, grad_scale: Tensor | None, found_i
     unused = plan.scalars
     prepare[(triton.cdiv(num_tensors, PREPARE_TENSORS),)](
         plan.table, plan.scalars, num_tensors,
-        lr, beta1, 1 - beta1, _log(beta1), beta2, 1 - beta2, _log(beta2), hyper.eps, hyper.weight_decay,
+        lr, *_split(beta1), *_split(beta2), hyper.eps, hyper.weight_decay,
         unused if lr_at is None else lr_at,
         unused if beta1_at is None else beta1_at,
         unused if beta2_at is None else beta2_at,
@@ -165,8 +167,10 @@ def _launch_prepare(plan: Plan, hyper: Hyper, grad_scale: Tensor | None, found_i
     )  # fmt: skip
 
 
-def _log(beta: float) -> float:
-    return math.log(beta) if beta > 0 else -math.inf
+def _split(x: float) -> tuple[float, float]:
+    """x as the sum of two fp32 numbers: Triton passes a float as fp32, and 1 - 0.999 needs more."""
+    high = struct.unpack("f", struct.pack("f", x))[0]
+    return high, x - high
 
 
 def _launch_blocks(
@@ -180,18 +184,16 @@ def _launch_blocks(
 ) -> None:
     device, name = plan.device, fmt.name
     block, tile_rows = _tile(fmt, tuning)
-    tables = [decode_table(name, signed, device) for signed in (True, False)]
-    tables += [
-        encode_table(name, signed, device) if (name, signed) in STRETCH else plan.scalars for signed in (True, False)
-    ]
     step_blocks[(launch.chunk_tensor.numel(),)](
         plan.table, plan.grads, plan.scalars, launch.chunk_tensor, launch.chunk_tiles,
-        plan.scalars if found_inf is None else found_inf, *tables,
+        plan.scalars if found_inf is None else found_inf,
+        codec_tables(name, device)[0],
         TAILS=launch.kind.tails, ALIGNED=launch.kind.aligned, FMT=name, BLOCK_SIZE=fmt.block_size, BLOCK=block,
         TILE_ROWS=tile_rows, NATIVE_E4M3=_casts_e4m3(device),
         STRETCH_M=STRETCH.get((name, True), 1.0), BITS_M=BIN_BITS.get((name, True), 0),
         STRETCH_V=STRETCH.get((name, False), 1.0), BITS_V=BIN_BITS.get((name, False), 0),
-        HAS_GRAD_FACTOR=has_grad_factor, num_warps=max(tuning.num_warps, min(8, block // 256)), **flags,
+        HAS_GRAD_FACTOR=has_grad_factor,
+        PAIR_V=tuning.pair_v, PREFETCH=tuning.prefetch, num_warps=max(tuning.num_warps, min(8, block // 256)), **flags,
     )  # fmt: skip
 
 

@@ -16,14 +16,14 @@ from halfbyte.optim.formats import codebook, midpoints
 from halfbyte.optim.kernels.codec_triton import (
     BIN_BITS,
     STRETCH,
+    codec_tables,
     decode_e4m3,
     decode_linear,
-    decode_table,
     encode_by_line,
     encode_e4m3,
     encode_linear,
-    encode_table,
     look_up,
+    look_up_two,
 )
 from halfbyte.optim.state_ops import nearest_code
 
@@ -34,12 +34,14 @@ SIZE = 1024
 
 @triton.jit
 def _encode(
-    y_at, code_at, table, num, STRETCH: tl.constexpr, BIN_BITS: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr
-):
+    y_at, code_at, codec, num,
+    PLACE: tl.constexpr, STRETCH: tl.constexpr, BIN_BITS: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     y = tl.load(y_at + at, mask=at < num, other=0.0)
     if KIND == "line":
-        code = encode_by_line(y * STRETCH, table, BIN_BITS, FAST).to(tl.uint8)
+        low, high = tl.load(codec + PLACE), tl.load(codec + 4)
+        code = encode_by_line(y * STRETCH, low, high, BIN_BITS, FAST).to(tl.uint8)
     elif KIND == "linear":
         code = encode_linear(y, FAST).to(tl.uint8)
     else:
@@ -48,24 +50,30 @@ def _encode(
 
 
 @triton.jit
-def _decode(code_at, value_at, table, num, KIND: tl.constexpr, FAST: tl.constexpr):
+def _decode(code_at, value_at, codec, num, PLACE: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr):
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     code = tl.load(code_at + at, mask=at < num, other=0)
-    if KIND == "table":
-        value = look_up(table, code.to(tl.int32), FAST)
-    elif KIND == "linear":
-        value = decode_linear(code)
+    if KIND == "pairs":
+        first, second = look_up_two(tl.load(codec + PLACE), tl.load(codec + 4), code.to(tl.int32), FAST)
+        tl.store(value_at + 2 * at, first, mask=at < num)
+        tl.store(value_at + 2 * at + 1, second, mask=at < num)
     else:
-        value = decode_e4m3(code, KIND == "cast")
-    tl.store(value_at + at, value, mask=at < num)
+        if KIND == "table":
+            value = look_up(tl.load(codec + PLACE), tl.load(codec + 4), code.to(tl.int32), FAST)
+        elif KIND == "linear":
+            value = decode_linear(code)
+        else:
+            value = decode_e4m3(code, KIND == "cast")
+        tl.store(value_at + at, value, mask=at < num)
 
 
-def _encoded(y: Tensor, kind: str, table: Tensor | None = None, stretch: float = 1.0, bin_bits: int = 0) -> Tensor:
+def _encoded(y: Tensor, kind: str, name: str = "8bit", signed: bool = True) -> Tensor:
     y = y.to(DEVICE)
     codes = torch.full(y.shape, 99, dtype=torch.uint8, device=DEVICE)
     _encode[(triton.cdiv(y.numel(), SIZE),)](
-        y, codes, y if table is None else table, y.numel(), STRETCH=stretch, BIN_BITS=bin_bits, KIND=kind, FAST=FAST
-    )
+        y, codes, codec_tables(name, torch.device(DEVICE))[0], y.numel(), PLACE=2 if signed else 3,
+        STRETCH=STRETCH.get((name, signed), 1.0), BIN_BITS=BIN_BITS.get((name, signed), 0), KIND=kind, FAST=FAST,
+    )  # fmt: skip
     return codes.cpu()
 
 
@@ -85,14 +93,10 @@ def test_encode(name: str, signed: bool) -> None:
     cuts = midpoints(name, signed)
     y = _samples(cuts)
     y = y if signed else y.abs()
-    if (name, signed) in STRETCH:
-        table = encode_table(name, signed, torch.device(DEVICE))
-        codes = _encoded(y, "line", table, STRETCH[name, signed], BIN_BITS[name, signed])
-    else:
-        codes = _encoded(y, "linear")
+    codes = _encoded(y, "line" if (name, signed) in STRETCH else "linear", name, signed)
     expected = nearest_code(y, name, signed=signed)
-    if name == "8bit" and not signed:  # rule 1; the caller gives 0 its zero
-        expected = expected.clamp(min=1)
+    if name == "8bit" and not signed:  # rule 1: only 0 has code 0
+        expected = torch.maximum(expected, (y > 0).to(torch.uint8))
     differs = codes != expected
     assert (codes[differs].int() - expected[differs].int()).abs().sum() == differs.sum()
     distance = (y[differs, None] - cuts).abs().amin(1)
@@ -121,15 +125,20 @@ def test_encode_e4m3_on_bits() -> None:
     [
         ("8bit", True, "table"),
         ("8bit", False, "table"),
-        ("4bit", True, "table"),
+        ("4bit", True, "pairs"),
+        ("4bit", False, "pairs"),
         ("4bit", False, "linear"),
         ("fp8", True, "bits"),
     ],
 )
 def test_decode(name: str, signed: bool, kind: str) -> None:
+    """Exact. A byte of 4-bit codes gives the values of its upper and its lower half."""
     expected = codebook(name, signed)
-    codes = torch.arange(expected.numel(), dtype=torch.uint8, device=DEVICE)
+    if kind == "pairs":
+        expected = torch.cartesian_prod(expected, expected).reshape(-1)
+    codes = torch.arange(16 if kind == "linear" else 256, dtype=torch.uint8, device=DEVICE)
     values = torch.full(expected.shape, torch.nan, device=DEVICE)
-    _decode[(1,)](codes, values, decode_table(name, signed, torch.device(DEVICE)), codes.numel(), KIND=kind, FAST=FAST)
+    codec = codec_tables(name, torch.device(DEVICE))[0]
+    _decode[(1,)](codes, values, codec, codes.numel(), PLACE=0 if signed else 1, KIND=kind, FAST=FAST)
     finite = expected.isfinite()
     assert torch.equal(values.cpu()[finite], expected[finite])
