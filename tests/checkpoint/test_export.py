@@ -19,6 +19,7 @@ from halfbyte.checkpoint.shards import Shards
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.nvfp4.dequantize import dequantize
 from halfbyte.nvfp4.linear import ActivationQuant
+from halfbyte.nvfp4.quantize import quantize
 
 from .conftest import save_dense, tiny_config
 
@@ -183,6 +184,22 @@ def test_tied_embeddings(tmp_path: Path) -> None:
         assert read_config(tmp_path / format)["quantization_config"]["ignore"] == ["lm_head"]
         model = load_model(tmp_path / format)
         assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_golden_bytes() -> None:
+    """Sixteen known values to fixed bytes (SCENARIOS n21): the E2M1 grid times 2 under a tensor scale of 2^-7, so that
+    the block scale is 256 (E4M3 0x78). compressed-tensors stores 2^7 (fp32 43 00 00 00), the others 2^-7 (3C 00 00 00).
+    """
+    grid = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6]) * 2
+    parts = quantize(torch.cat([grid, -grid])[None], global_scale=torch.tensor(2.0**-7))
+    tensor_scale = {"torchao": "0000003c", "modelopt": "0000003c", "compressed-tensors": "00000043"}
+    for name, format in FORMATS.items():
+        stored = format.plan("w", "w", parts.shape, None, torch.float32)
+        encoded = format.encode(stored, parts)
+        found = {component: encoded[key].reshape(-1).view(torch.uint8) for component, key in stored.keys.items()}
+        assert bytes(found["qdata"].tolist()).hex() == "1032547698badcfe"
+        assert found["scale"][0] == 0x78 and not found["scale"][1:].any()
+        assert bytes(found["global_scale"].tolist()).hex() == tensor_scale[name]
 
 
 # ---- unequal groups, reciprocals that do not return, activations
