@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.parallel.models import batch, loss_of
-from tests.parallel.training import STEPS, Case, make
+from tests.parallel.training import STEPS
 
 # DeepSpeed compiles one small op at its first use. It lives in the virtual environment, apart from any other user's.
 EXTENSIONS = Path(sys.prefix, "torch_extensions")
@@ -49,24 +49,6 @@ def take_steps(engine: Any, steps: range = range(STEPS)) -> None:
         torch.manual_seed(10_000 + 100 * step + dist.get_rank())
         engine.backward(loss_of(engine, batch(step, dist.get_rank())))
         engine.step()
-
-
-def gathered(model: nn.Module) -> dict[str, Tensor]:
-    """Trainable parameters, whole, by name."""
-    import deepspeed
-
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-                found[name.removeprefix("module.")] = parameter.detach().clone()
-    return found
-
-
-def train(case: Case, stage: int, **zero: Any) -> dict[str, Tensor]:
-    engine = initialize(make(case, dist.get_rank()), config(stage, **zero))
-    take_steps(engine)
-    return gathered(engine.module)
 
 
 def whole_base(model: nn.Module) -> dict[str, Tensor]:

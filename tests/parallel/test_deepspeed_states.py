@@ -1,0 +1,71 @@
+"""Low-bit optimizers as DeepSpeed's client optimizer, and its checkpoints.
+
+ZeRO hands the optimizer flat fp32 partitions, so states are cut into blocks over the partition, not over a parameter.
+N + M steps equal N, save, load, M: the same operations on the same bits.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import halfbyte.optim
+from halfbyte.parallel.deepspeed import prepare_for_deepspeed
+from halfbyte.parallel.gather import gather_trainable
+from tests.dist import run
+from tests.parallel import zero
+from tests.parallel.test_deepspeed import TIMEOUT, built  # noqa: F401 - the fixture that compiles the op
+from tests.parallel.training import STEPS, Case, error, make, one_process
+
+pytest.importorskip("deepspeed")
+SAVED_AT = 2
+
+
+def start(name: str, stage: int) -> Any:
+    model = make(Case(), dist.get_rank())
+    settings = prepare_for_deepspeed(model, zero.config(stage))
+
+    def optimizer(parameters: list) -> torch.optim.Optimizer:
+        if name == "AdamW":
+            return torch.optim.AdamW(parameters, lr=1e-2)
+        return getattr(halfbyte.optim, name)(parameters, lr=1e-2, min_quant_numel=0)
+
+    return zero.initialize(model, settings, optimizer)
+
+
+def save_in_the_middle(name: str, stage: int, folder: str) -> tuple[dict[str, Tensor], float, bool]:
+    """The adapter at the end; its distance from fp32 AdamW's; whether the moments are held in low precision."""
+    engine = start(name, stage)
+    zero.take_steps(engine, range(SAVED_AT))
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    zero.take_steps(engine, range(SAVED_AT, STEPS))
+    end = gather_trainable(engine.module)
+    states = [t for s in engine.optimizer.optimizer.state.values() for t in tensors_in(s) if t.numel() > 1]
+    return end, error(end, one_process(Case(), 2).adapter), any(t.element_size() == 1 for t in states)
+
+
+def tensors_in(state: Any) -> list[Tensor]:
+    if isinstance(state, dict):
+        return [tensor for value in state.values() for tensor in tensors_in(value)]
+    return [state] if isinstance(state, Tensor) else []
+
+
+def load_and_go_on(name: str, stage: int, folder: str) -> dict[str, Tensor]:
+    engine = start(name, stage)
+    path, _ = engine.load_checkpoint(folder, load_module_strict=False)
+    assert path is not None
+    zero.take_steps(engine, range(SAVED_AT, STEPS))
+    return gather_trainable(engine.module)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_resumed_equals_uninterrupted(stage: int, name: str, tmp_path: Path) -> None:
+    (end, distance, low), _ = run(2, save_in_the_middle, name, stage, str(tmp_path), timeout=TIMEOUT)
+    assert low == (name != "AdamW")
+    assert distance < {"AdamW": 1e-5, "AdamW4bit": 0.5}.get(name, 0.1)  # of AdamW's adapter, after five steps
+    for resumed in run(2, load_and_go_on, name, stage, str(tmp_path), timeout=TIMEOUT):
+        assert error(resumed, end) == 0
