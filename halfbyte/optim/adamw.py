@@ -11,7 +11,7 @@ torch's own AdamW takes 8 (fp32) or 4 (bf16 parameters). Rejected: one class a f
 tensor subclasses as states, as torchao does (they break torch.load, deepcopy, DCP and FSDP2's checkpoints).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any
 
@@ -24,6 +24,7 @@ from halfbyte.optim.formats import FORMATS, StateFormat
 from halfbyte.optim.hyper import Hyper
 from halfbyte.optim.kernels.step import step as fused_step
 from halfbyte.optim.loading import load_groups, load_state, load_states
+from halfbyte.optim.offload import step_offloaded, to_host
 from halfbyte.optim.plan import Plan
 from halfbyte.optim.rounding import param_seed
 from halfbyte.optim.saving import pack_state_dict
@@ -44,6 +45,7 @@ class AdamW(Optimizer):
     bf16_stochastic_round  round bf16 parameters stochastically, from `seed`, the step and the element's place
                      (halfbyte.optim.rounding); use it when bf16 parameters have no fp32 master copy.
     state_format     "8bit", "4bit" or "fp8"; the named classes fix it.
+    offload_states   keep the moments in CPU memory and stream them through the GPU (halfbyte.optim.offload).
     maximize         as in torch. foreach, fused, capturable are accepted and change nothing: the step is always fused
                      where a kernel is available, and never synchronizes. differentiable=True is refused.
     raises           ValueError for an option or a parameter that is not supported.
@@ -67,6 +69,7 @@ class AdamW(Optimizer):
         bf16_stochastic_round: bool = False,
         maximize: bool = False,
         seed: int = 0,
+        offload_states: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
@@ -83,6 +86,7 @@ class AdamW(Optimizer):
             "bf16_stochastic_round": bf16_stochastic_round,
             "maximize": maximize,
             "seed": seed,
+            "offload_states": offload_states,
             "foreach": foreach,
             "fused": fused,
             "capturable": capturable,
@@ -141,39 +145,60 @@ class AdamW(Optimizer):
         """Step one param group; `first` is the place of its first parameter among all."""
         params = group["params"]
         grads = [param.grad for param in params]
-        members = [i for i, grad in enumerate(grads) if grad is not None] if NoneType in map(type, grads) else None
-        if members is not None:
-            params, grads = [params[i] for i in members], [grads[i] for i in members]
-        if not params:
-            return
+        places: Sequence[int] = range(first, first + len(params))
+        if NoneType in map(type, grads):
+            live = [i for i, grad in enumerate(grads) if grad is not None]
+            params, grads, places = [params[i] for i in live], [grads[i] for i in live], [first + i for i in live]
+        if params:
+            self._step_params(params, grads, places, group, cache)
+
+    @torch.no_grad()
+    def step_parameter(self, param: Tensor, group: dict[str, Any], cache: dict, place: int) -> None:
+        """Step one parameter alone, with its group's options; see `halfbyte.optim.gradient_release`.
+
+        cache  a dict that the caller keeps for this parameter.
+        place  the parameter's place among all of the optimizer's.
+        """
+        self._step_params([param], [param.grad], [place], group, cache)
+
+    def _step_params(
+        self, params: list[Tensor], grads: list[Any], places: Sequence[int], group: dict[str, Any], cache: dict
+    ) -> None:
         plan = cache.get("plan")
         if plan is None or not plan.fits(params, group):
-            plan = cache["plan"] = self._plan(params, members, group, first)
-        fused_step(
-            [local_tensor(param) for param in params] if plan.sharded else plan.params,
-            [self._local_grad(*pair) for pair in zip(params, grads, strict=True)] if plan.sharded else grads,
-            plan.states,
-            self._hyper(group),
-            self._format(group["block_size"]),
-            counters=plan.counters,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
-            cache=cache.setdefault("kernels", {}),
-        )
+            plan = cache["plan"] = self._plan(params, grads, places, group)
+        locals_, counters = plan.params, plan.counters
+        if plan.sharded:
+            locals_ = [local_tensor(param) for param in params]
+            grads = [self._local_grad(*pair) for pair in zip(params, grads, strict=True)]
+        arguments = {
+            "hyper": self._hyper(group),
+            "fmt": self._format(group["block_size"]),
+            "grad_scale": getattr(self, "grad_scale", None),
+            "found_inf": getattr(self, "found_inf", None),
+            "cache": cache.setdefault("kernels", {}),
+        }
+        if not group["offload_states"]:
+            fused_step(locals_, grads, plan.states, counters=counters, **arguments)
+            return
 
-    def _plan(self, params: list[Tensor], members: list[int] | None, group: dict[str, Any], first: int) -> Plan:
+        def step(own: list[Tensor], own_grads: list[Tensor], states: list[dict], members: list[int]) -> None:
+            own_counters = None if counters is None else [counters[i] for i in members]
+            fused_step(own, own_grads, states, counters=own_counters, **arguments)
+
+        step_offloaded(locals_, grads, plan.states, step, cache)
+
+    def _plan(self, params: list[Tensor], grads: list[Any], places: Sequence[int], group: dict[str, Any]) -> Plan:
         """What a step over these parameters needs and the next one can use again."""
-        grads = [param.grad for param in params if param.grad is not None]
         for param, grad in zip(params, grads, strict=True):
             check_grad(param, grad)
-        places = range(len(params)) if members is None else members
         counters = None
         if group["bf16_stochastic_round"]:
             counters = [
-                counter_of(param, param_seed(group["seed"], first + i)) for param, i in zip(params, places, strict=True)
+                counter_of(param, param_seed(group["seed"], place)) for param, place in zip(params, places, strict=True)
             ]
         return Plan(
-            params=params if members is not None else list(params),
+            params=list(params),
             states=[self._state(param, group) for param in params],
             counters=counters,
             sharded=any(map(is_dtensor, params)) or any(map(is_dtensor, grads)),
@@ -208,13 +233,15 @@ class AdamW(Optimizer):
         state = self.state[param]
         if not state:
             fmt = self.group_format(param, group)
-            state.update(new_state(local_tensor(param), fmt, amsgrad=group["amsgrad"]))
+            fresh = new_state(local_tensor(param), fmt, amsgrad=group["amsgrad"])
+            state.update(to_host(fresh) if group["offload_states"] else fresh)
         elif "exp_avg_scale" in state and not self._is_in_memory_form(param, state, group):
             # ZeroRedundancyOptimizer puts the entries of a state dict into `state` without asking load_state_dict
             state.update(load_state(param, dict(state), self._format(group["block_size"]), group, set()))
         if group["amsgrad"] and "max_exp_avg_sq" not in state:  # switched on after the first step
             fmt = self.group_format(param, group) if "exp_avg_scale" in state else None
-            state.update(new_moment(local_tensor(param), fmt, moment_names(True)[-1]))
+            fresh = new_moment(local_tensor(param), fmt, moment_names(True)[-1])
+            state.update(to_host(fresh) if group["offload_states"] else fresh)
         return state
 
     def _is_in_memory_form(self, param: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> bool:
@@ -229,10 +256,17 @@ class AdamW(Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
+        self.synchronize()
         state_dict = pack_state_dict(self)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
+
+    def synchronize(self) -> None:
+        """Wait for offloaded states that are still on their way to CPU memory; `state_dict` does so itself."""
+        for cache in self._caches:
+            if "streams" in cache:
+                cache["streams"].synchronize()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -29,7 +29,15 @@ TORCHAO_CLASSES = {
 }
 TORCHAO_MODULES = ("torchao.optim", "torchao.prototype.low_bit_optim")  # the second before 0.11
 TORCHAO_LEAST = 4096
-OWN_OPTIONS = ("block_size", "min_quant_numel", "bf16_stochastic_round", "seed", "state_format", "state_version")
+OWN_OPTIONS = (
+    "block_size",
+    "min_quant_numel",
+    "bf16_stochastic_round",
+    "seed",
+    "offload_states",
+    "state_format",
+    "state_version",
+)
 
 
 class TorchaoState(Tensor):

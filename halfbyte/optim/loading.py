@@ -13,12 +13,13 @@ from torch.optim.optimizer import Optimizer
 from halfbyte.optim.foreign import bitsandbytes_values, holds_codes, source_of, torchao_moments
 from halfbyte.optim.formats import StateFormat
 from halfbyte.optim.layout import import_moment, whole_values
+from halfbyte.optim.offload import to_host
 from halfbyte.optim.saving import group_format
 from halfbyte.optim.sharding import is_dtensor, local_region, local_tensor, own_slice
 from halfbyte.optim.state import is_quantized, moment_from_values
 from halfbyte.optim.state_ops import dequantize
 
-KEPT = ("block_size", "min_quant_numel", "state_format", "state_version")
+KEPT = ("block_size", "min_quant_numel", "offload_states", "state_format", "state_version")
 """What a state dict does not change: how this optimizer stores its states was chosen when it was built."""
 FOREIGN = ("decoupled_weight_decay", "alpha", "t_alpha", "t_beta3", "is_paged")
 """Options of torch's and bitsandbytes' groups that mean nothing here."""
@@ -63,7 +64,8 @@ def load_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[Any, Any]:
         for param, key in zip(group["params"], saved_group["params"], strict=True):
             saved = saved_states.pop(key, None)
             if saved:
-                state[param] = load_state(param, saved, saved_format, group, changes)
+                loaded = load_state(param, saved, saved_format, group, changes)
+                state[param] = to_host(loaded) if group["offload_states"] else loaded
     state.update(saved_states)  # what belongs to no parameter is kept as it is, as torch does
     if changes:
         warnings.warn(f"optimizer states were converted on load: {'; '.join(sorted(changes))}.", stacklevel=3)

@@ -33,7 +33,7 @@ class Plan:
 
     @staticmethod
     def options_of(group: dict[str, Any]) -> tuple:
-        names = ("bf16_stochastic_round", "seed", "amsgrad", "block_size", "min_quant_numel")
+        names = ("bf16_stochastic_round", "seed", "amsgrad", "block_size", "min_quant_numel", "offload_states")
         return tuple(group[name] for name in names)
 
     def fits(self, params: list[Tensor], group: dict[str, Any]) -> bool:
