@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -181,6 +182,18 @@ def test_schedulers_drive_it_as_torchs(name: str, tensor_lr: bool) -> None:
         assert group["betas"] == pytest.approx(other["betas"])
     for param, other in zip(params, others, strict=True):
         torch.testing.assert_close(param, other, rtol=1e-4, atol=1e-5)
+
+
+def test_thirty_shapes_and_changing_scalars_need_no_compiler() -> None:
+    """o6, o7: every scalar changes at every step over 30 shapes, and torch's compiler is never asked."""
+    params = params_of([(n, 7 * n + 64) for n in range(1, 31)])
+    optimizer = AdamW8bit(params, min_quant_numel=0)
+    torch._dynamo.utils.counters.clear()
+    for step in range(3):
+        group = optimizer.param_groups[0]
+        group.update(lr=1e-3 / (step + 1), betas=(0.9 - 0.01 * step, 0.999), weight_decay=0.01 * step, eps=1e-8)
+        train(optimizer, params, 1, seed=step)
+    assert not torch._dynamo.utils.counters["frames"]
 
 
 def test_reduce_on_plateau_and_weight_decay_schedule() -> None:

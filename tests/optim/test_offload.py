@@ -52,6 +52,7 @@ def test_every_bucket_is_copied_in_stepped_and_copied_out() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu() -> None:
     """Moments stay in pinned CPU memory, parameters on the GPU, and the results are those without offload."""
     params = [torch.nn.Parameter(p.detach().cuda()) for p in params_of([(4096, 1024)] * 6 + [(17,)])]
