@@ -11,6 +11,7 @@ import torch
 from halfbyte.checkpoint import adapter as adapters
 from halfbyte.checkpoint.contents import Contents, read_contents
 from halfbyte.checkpoint.detect import detect, read_config
+from halfbyte.checkpoint.digest import streamed_digest
 from halfbyte.checkpoint.formats.base import Format, Rename, same_name
 from halfbyte.checkpoint.fused import fused_groups
 from halfbyte.checkpoint.hub import local_folder
@@ -18,7 +19,7 @@ from halfbyte.checkpoint.shards import Shards
 from halfbyte.checkpoint.sidecar import read_record
 from halfbyte.checkpoint.skeleton import Skeleton
 from halfbyte.lora import metadata as lora_metadata
-from halfbyte.nvfp4.digest import model_digest, weight_digest
+from halfbyte.nvfp4.digest import model_digest
 from halfbyte.nvfp4.linear import ActivationQuant
 
 PLAUSIBLE = (1e-4, 1e3)  # largest decoded magnitude of a layer; a tensor scale stored upside down lands far outside
@@ -117,7 +118,7 @@ def measure_weights(
                 f"{fqn}: its largest weight is {largest:.3g}; is the tensor scale stored upside down?"
             )
         tensor_scales[fqn] = tensor_scale
-        digests[weight.model_fqn] = (weight.shape, weight_digest(parts))
+        digests[weight.model_fqn] = (weight.shape, streamed_digest(parts))
     if not tensor_scales:
         return
     found.facts["block scales"] = f"{low:g} to {high:g}"

@@ -14,6 +14,7 @@ from halfbyte.checkpoint.adapter import Adapter, Factors
 from halfbyte.checkpoint.base import Base
 from halfbyte.checkpoint.contents import Fp8Weight
 from halfbyte.checkpoint.detect import CONFIG_FILE, read_json
+from halfbyte.checkpoint.digest import streamed_digest
 from halfbyte.checkpoint.formats.base import StoredWeight
 from halfbyte.checkpoint.formats.modelopt import QUANT_FILE
 from halfbyte.checkpoint.fused import fused_groups
@@ -29,7 +30,7 @@ from halfbyte.lora import metadata as lora_metadata
 from halfbyte.lora.merge import check_factors, merged_parts
 from halfbyte.lora.retention import Retention, retention
 from halfbyte.nvfp4.dequantize import dequantize
-from halfbyte.nvfp4.digest import model_digest, weight_digest
+from halfbyte.nvfp4.digest import model_digest
 from halfbyte.nvfp4.format import NVFP4Parts
 from halfbyte.nvfp4.quantize import largest_magnitude, quantize
 from halfbyte.nvfp4.scaling import global_scale_for
@@ -219,7 +220,7 @@ class Merger:
         )
         self.keep_line(fqn, "nvfp4", retention(parts, merged, factors.lora_A, factors.lora_B, factors.scaling))
         if self.recorded is not None and self.recorded.merged_digest is not None:
-            self.digests[fqn] = (merged.shape, weight_digest(merged))
+            self.digests[fqn] = (merged.shape, streamed_digest(merged))
         tensors = self.base.format.encode(weight, merged)
         same = {"global_scale", "act_scale"} | (
             {"scale"} if torch.equal(bits(merged.scale), bits(parts.scale)) else set()
@@ -283,7 +284,7 @@ class Merger:
     def check_digest(self, fqn: str, parts: NVFP4Parts) -> None:
         """ValueError, or a warning if so wanted, when the adapter was trained on other codes."""
         target = self.recorded.targets.get(fqn) if self.recorded is not None else None
-        if target is None or target.digest == f"{weight_digest(parts):016x}":
+        if target is None or target.digest == f"{streamed_digest(parts):016x}":
             return
         message = f"{fqn}: this is not the base that the adapter was trained on (its codes or scales differ)."
         if not self.any_base:

@@ -48,13 +48,15 @@ class Skeleton:
         from transformers import AutoModelForCausalLM
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
+        from transformers.modeling_utils import set_zero3_state
 
         self.config = copy.deepcopy(config)
         if hasattr(self.config, "quantization_config"):
             del self.config.quantization_config
         self.dtype: torch.dtype = dtype or getattr(self.config, "dtype", None) or torch.float32
         try:
-            with init_empty_weights(include_buffers=False):
+            # A live ZeRO-3 config would make transformers partition the empty parameters; the engine does that later.
+            with init_empty_weights(include_buffers=False), set_zero3_state():
                 self.model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{where}: transformers cannot build a causal language model from it: {error}") from error

@@ -145,7 +145,7 @@ def losses_with_and_without(base: str, adapter: str, examples: list[dict[str, li
 
     from halfbyte.checkpoint.load import load_model
 
-    model = PeftModel.from_pretrained(load_model(base), adapter)
+    model = PeftModel.from_pretrained(load_model(base, **placement()), adapter)
     model.eval()
     with model.disable_adapter():
         before = held_out_loss(model, examples)
@@ -157,7 +157,15 @@ def merged_loss(folder: Path, examples: list[dict[str, list[int]]]) -> float:
     from halfbyte.checkpoint.load import load_dense_model, load_model
 
     load = load_model if detect(folder, read_config(folder)) is not None else load_dense_model
-    return held_out_loss(load(folder), examples)
+    return held_out_loss(load(folder, **placement()), examples)
+
+
+def placement() -> dict[str, Any]:
+    """bf16 on a GPU, fp32 on a CPU, where bf16 is slow."""
+    import torch
+
+    gpu = torch.cuda.is_available()
+    return {"device": "cuda" if gpu else "cpu", "dtype": torch.bfloat16 if gpu else torch.float32}
 
 
 def held_out_loss(model: Any, examples: list[dict[str, list[int]]]) -> float:
@@ -176,6 +184,7 @@ def held_out_loss(model: Any, examples: list[dict[str, list[int]]]) -> float:
             ids[row, :size] = torch.tensor(example["input_ids"])
             labels[row, :size] = torch.tensor(example["labels"])
             mask[row, :size] = 1
+        ids, labels, mask = (tensor.to(model.device) for tensor in (ids, labels, mask))
         with torch.no_grad():
             logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
         loss = torch.nn.functional.cross_entropy(

@@ -156,6 +156,18 @@ def test_not_divisible_and_excluded_layers_stay_dense(
     assert_same_model(model, plain_load(tmp_path / "nvfp4"), tokens)
 
 
+def test_under_a_live_zero3_config(ours: Path, tokens: torch.Tensor) -> None:
+    """With `TrainingArguments(deepspeed=...)` alive, transformers would partition what it builds; it must not."""
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    with torch.no_grad():
+        expected = load_model(ours)(tokens).logits
+        alive = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+        model = load_model(ours)
+        del alive
+        assert torch.equal(model(tokens).logits, expected)
+
+
 # What cannot be loaded right is refused, in a sentence that says where.
 
 

@@ -83,7 +83,7 @@ def test_lost_gain_is_refused(tmp_path: Path, base: Path, adapter: Path, data: P
 def test_losses_are_per_token(base: Path, adapter: Path, data: Path) -> None:
     """Padding does not count: batches of eight give what one example at a time gives, weighted by tokens."""
     examples = encoded_examples(str(data), tiny.tokenizer(), 64)
-    model = load_model(base)
+    model = load_model(base, dtype=torch.float32)
     losses, counts = [], []
     for example in examples:
         losses.append(held_out_loss(model, [example]))

@@ -63,7 +63,7 @@ def test_bad_input(tmp_path: Path, dense: Path, case: str, capsys: Any) -> None:
 
 
 def test_disk_full(tmp_path: Path, dense: Path, capsys: Any) -> None:
-    """A limit on the file size stands in for a full disk (EFBIG for ENOSPC): noticed before the first weight is read."""
+    """A limit on the file size stands in for a full disk (EFBIG for ENOSPC): noticed before a weight is read."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
