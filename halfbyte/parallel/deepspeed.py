@@ -37,16 +37,26 @@ def prepare_for_deepspeed(
              (`zero_force_ds_cpu_optimizer` false) unless it says otherwise.
     raises   ValueError for an option that does not go with a packed base; as `synchronize` for ranks that differ.
     """
-    checked = check_config(read_config(config))
+    checked = check_config(read_deepspeed_config(config))
     synchronize(model, timeout=timeout)
+    tell_deepspeed(model, checked)
+    return client_config(checked)
+
+
+def tell_deepspeed(model: nn.Module, config: dict[str, Any]) -> None:
+    """What the engine cannot know of the layers; before `deepspeed.initialize`."""
     for layer in merge_aware_layers(model).values():
         layer.keep = False  # a kept W' would be an unpartitioned copy of the base on every rank
-    if stage_of(checked) == 3:
+    if stage_of(config) == 3:
         declare_external_parameters(model)
-    return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **checked}
 
 
-def read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
+def client_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with an optimizer of ours or torch's allowed, and kept as it is under offload."""
+    return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **config}
+
+
+def read_deepspeed_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     """A DeepSpeed config as a dict. FileNotFoundError, or ValueError for what is not a JSON object."""
     if isinstance(config, dict):
         return config

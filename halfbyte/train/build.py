@@ -9,6 +9,7 @@ import torch
 from halfbyte.checkpoint.load import load_model
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.parallel import synchronize, together
+from halfbyte.parallel.deepspeed import client_config, read_deepspeed_config, tell_deepspeed
 from halfbyte.parallel.launch import rank
 from halfbyte.train import merge_aware
 from halfbyte.train.config import OptimizerName, TrainConfig
@@ -54,6 +55,8 @@ def build_model(config: TrainConfig, folder: Path) -> Any:
         base = load_base(config, folder, device if rank() == 0 else torch.device("meta"))
         model = attach_adapter(config, base, folder)
     synchronize(model, device=device)
+    if config.deepspeed:
+        tell_deepspeed(model, read_deepspeed_config(config.deepspeed))
     return model
 
 
@@ -111,6 +114,16 @@ def optimizer_cls_and_kwargs(config: TrainConfig) -> tuple[type[torch.optim.Opti
     return getattr(importlib.import_module(module), name), {**arguments, **extra}
 
 
+def deepspeed_config(path: str) -> dict[str, Any]:
+    """A DeepSpeed config with what the run itself says filled in by `Trainer`, where the file leaves it open."""
+    found = client_config(read_deepspeed_config(path))
+    auto: dict[str, Any] = {"gradient_clipping": "auto", "gradient_accumulation_steps": "auto"}
+    auto["train_micro_batch_size_per_gpu"] = "auto"
+    if not found.keys() & {"bf16", "fp16"}:
+        auto["bf16"] = {"enabled": "auto"}
+    return {**auto, **found}
+
+
 def trainer_arguments(config: TrainConfig, *, evaluates: bool, resuming: bool) -> Any:
     """The `trl.SFTConfig` of a run.
 
@@ -137,7 +150,8 @@ def trainer_arguments(config: TrainConfig, *, evaluates: bool, resuming: bool) -
         gradient_checkpointing=config.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if config.gradient_checkpointing else None,
         bf16=use_bf16(config, device),
-        use_cpu=device.type == "cpu",
+        use_cpu=device.type == "cpu" and not config.deepspeed,  # Accelerate would leave DeepSpeed out
+        deepspeed=deepspeed_config(config.deepspeed) if config.deepspeed else None,
         seed=config.seed,
         data_seed=config.seed,
         logging_steps=config.logging_steps,

@@ -137,6 +137,8 @@ class TrainConfig(_Strict):
     """eager, sdpa, flash_attention_2, ...; the model's own default if unset."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
+    deepspeed: str | None = None
+    """A DeepSpeed config (JSON) for a launch of several processes: ZeRO-1, 2 or 3. DDP if unset."""
 
     output_dir: str
     """Folder of the run. Must be new or empty, unless a run is resumed."""

@@ -1,13 +1,39 @@
 """What can be refused before any weight is loaded: a user waits seconds for a wrong key, not for the model."""
 
+import importlib.util
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from halfbyte.checkpoint.detect import detect, read_config
 from halfbyte.checkpoint.hub import local_folder
+from halfbyte.parallel.agree import world_size
+from halfbyte.parallel.deepspeed import check_config, read_deepspeed_config
 from halfbyte.train.config import TrainConfig
+
+
+def check_deepspeed(path: str, device: torch.device) -> None:
+    """See that DeepSpeed can be used as its config says.
+
+    raises   FileNotFoundError or ValueError for the file, ImportError without the package, ValueError outside of a
+             launch, and on several CPUs: Accelerate, which runs it for `Trainer`, knows DeepSpeed on GPUs only.
+    """
+    check_config(read_deepspeed_config(path))
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ImportError("deepspeed is not installed; install it with: pip install 'halfbyte[deepspeed]'")
+    if "RANK" not in os.environ:
+        raise ValueError(
+            f"deepspeed is set to {path}, but this process is not part of a launch; start it with: "
+            "torchrun --nproc-per-node N -m halfbyte train ..."
+        )
+    if device.type == "cpu" and world_size() > 1:
+        raise ValueError(
+            f"deepspeed is set to {path}, but several CPU processes cannot share a run through Accelerate; remove it "
+            "to train with DDP, or call deepspeed.initialize in a script of your own (docs/engines.md)"
+        )
 
 
 def check_output_dir(output_dir: Path, *, resuming: bool) -> None:

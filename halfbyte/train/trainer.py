@@ -24,6 +24,7 @@ from halfbyte.lora import metadata
 from halfbyte.lora.names import base_name
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.parallel.agree import together, world_size
+from halfbyte.parallel.gather import gather_trainable
 from halfbyte.parallel.launch import process_group, rank
 from halfbyte.train import build, callbacks, merge_aware, preflight
 from halfbyte.train.config import TrainConfig, dump_config
@@ -110,7 +111,9 @@ def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
     """Everything that needs no weight: (data, base folder, tokenizer), or the error a user can mend."""
     from halfbyte.checkpoint.skeleton import Skeleton
 
-    build.pick_device(config)
+    device = build.pick_device(config)
+    if config.deepspeed:
+        preflight.check_deepspeed(config.deepspeed, device)
     preflight.check_report_to(config.report_to)
     folder = preflight.base_folder(config)
     preflight.check_sequence_len(folder, config.sequence_len)
@@ -230,6 +233,12 @@ class Trainer(SFTTrainer):
             raise resume.save_failed(output_dir / name, error) from error
         finally:
             self._staging = None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's; what an engine has sharded is gathered and its shapes checked before anything is written."""
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            return super().save_model(output_dir, _internal_call)
+        self._save(output_dir, state_dict=gather_trainable(self.model))
 
     def save_adapter(self, folder: Path) -> None:
         """The adapter in PEFT's files, and the tokenizer, in a folder that is complete or not there."""

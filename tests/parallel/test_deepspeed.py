@@ -17,7 +17,7 @@ from torch import Tensor
 
 from halfbyte.lora.merge_aware import merge_aware_layers
 from halfbyte.nvfp4.convert import nvfp4_modules
-from halfbyte.parallel.deepspeed import check_config, prepare_for_deepspeed, read_config
+from halfbyte.parallel.deepspeed import check_config, prepare_for_deepspeed, read_deepspeed_config
 from halfbyte.parallel.gather import gather_trainable, save_adapter
 from tests.dist import run
 from tests.parallel import zero
@@ -153,7 +153,7 @@ def test_refused_configs(options: dict[str, Any], words: str) -> None:
 
 def test_config_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="give the path of a JSON file"):
-        read_config(tmp_path / "none.json")
+        read_deepspeed_config(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ValueError, match="not readable as JSON"):
-        read_config(tmp_path / "bad.json")
+        read_deepspeed_config(tmp_path / "bad.json")

@@ -1,0 +1,75 @@
+"""`halfbyte train` with `deepspeed: path.json`: the run of one process, saved whole, resumed bit for bit."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from halfbyte.train.config import build_config
+from halfbyte.train.trainer import train
+from tests.dist import run
+from tests.parallel import zero
+from tests.parallel.test_deepspeed import TIMEOUT, built  # noqa: F401 - the fixture that compiles the op
+from tests.parallel.test_train_ddp import EXAMPLES_PER_STEP, adapter_of, losses
+from tests.parallel.training import error
+from tests.train import tiny
+
+pytest.importorskip("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("zero")
+    return {
+        "base_model": str(tiny.save_base(folder / "base", tie_word_embeddings=False)),
+        "datasets": [str(tiny.write_lines(folder / "rows.jsonl", tiny.chat_rows(16)))],
+        "sequence_len": 128,
+        "micro_batch_size": 1,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "lora_r": 4,
+        "save_steps": 2,
+        "bf16": False,
+    }
+
+
+def train_rank(settings: dict[str, Any], output_dir: str, stage: int | None, **changes: Any) -> str:
+    """One run on this rank; returns the error, if it was refused."""
+    values = {**settings, "output_dir": output_dir}
+    if stage is not None:
+        os.environ |= zero.environment()
+        path = Path(output_dir).parent / f"zero{stage}.json"
+        if dist.get_rank() == 0:
+            path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+        dist.barrier()
+        values["deepspeed"] = str(path)
+    try:
+        train(build_config(values | {"gradient_accumulation_steps": EXAMPLES_PER_STEP} | changes))
+    except ValueError as refused:
+        return str(refused)
+    return ""
+
+
+def train_and_resume(settings: dict[str, Any], folder: str, stage: int) -> None:
+    assert train_rank(settings, f"{folder}/whole", stage) == ""
+    checkpoint = f"{folder}/whole/checkpoint-2"
+    assert train_rank(settings, f"{folder}/resumed", stage, resume_from_checkpoint=checkpoint) == ""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_equals_a_run_without_deepspeed_and_resumes(stage: int, settings, tmp_path) -> None:
+    """One rank: on a CPU, Accelerate knows no more (two GPUs: benchmarks/zero.py)."""
+    alone, whole, resumed = tmp_path / "alone", tmp_path / "whole", tmp_path / "resumed"
+    assert train_rank(settings, str(alone), None) == ""
+    run(1, train_and_resume, settings, str(tmp_path), stage, timeout=TIMEOUT)
+    assert losses(whole) == pytest.approx(losses(alone), rel=1e-5)
+    assert error(adapter_of(whole / "adapter"), adapter_of(alone / "adapter")) < 1e-5
+    assert error(adapter_of(resumed / "adapter"), adapter_of(whole / "adapter")) == 0
+
+
+def test_several_cpus_are_refused_before_loading(settings, tmp_path) -> None:
+    zero_, one = run(2, train_rank, settings, str(tmp_path / "out"), 2, timeout=TIMEOUT)
+    assert zero_ == one and "several CPU processes cannot share a run" in zero_
