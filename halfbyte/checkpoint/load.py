@@ -97,6 +97,8 @@ def match_layers(skeleton: Skeleton, shards: Shards, stored: dict[str, StoredWei
                 f"{where}: {weight.fqn} is NVFP4, but transformers fuses it with others into {target.name} while "
                 "loading, which 4-bit weights do not survive. This architecture needs that layer dense (--exclude)."
             )
+        if not target.known and skeleton.ignores(weight.weight_name):
+            continue
         fqn = target.name.removesuffix(".weight")
         module = skeleton.model.get_submodule(fqn) if target.known else None
         if not isinstance(module, nn.Linear):

@@ -6,6 +6,7 @@ is loaded. We ask transformers' own mapping rather than keep a list of architect
 """
 
 import copy
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,6 +80,11 @@ class Skeleton:
         if name not in self._state and key in self._state:
             name, pattern = rename_source_key(key, [], [], prefix, self._state)
         return Target(name, pattern is not None, name in self._state)
+
+    def ignores(self, name: str) -> bool:
+        """True for a key that the architecture leaves unread on purpose, such as a draft head or a vision tower."""
+        patterns = self.model._keys_to_ignore_on_load_unexpected or ()
+        return any(re.search(pattern, name) for pattern in patterns)
 
     def linears(self, keys: Iterable[str]) -> dict[str, str]:
         """Key of the checkpoint -> fqn of the model's linear layer, for those that are a linear's weight, unfused."""

@@ -168,6 +168,31 @@ def test_under_a_live_zero3_config(ours: Path, tokens: torch.Tensor) -> None:
         assert torch.equal(model(tokens).logits, expected)
 
 
+def test_weights_that_the_architecture_ignores(
+    tmp_path: Path, ours: Path, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draft heads and vision towers lie beside many models; transformers lists them by pattern, and we skip those."""
+    from transformers import LlamaForCausalLM
+
+    folder = copied(ours, tmp_path / "m")
+    with Shards(ours) as shards:
+        tensors, metadata = {key: shards.read(key) for key in shards}, dict(shards.metadata)
+    for key in list(tensors):
+        if key.startswith("model.layers.1.mlp.up_proj."):
+            tensors[key.replace("model.layers.1", "mtp")] = tensors[key].clone()
+    names = [*json.loads(metadata["tensor_names"]), "mtp.mlp.up_proj.weight"]
+    metadata |= {
+        "mtp.mlp.up_proj.weight": metadata["model.layers.1.mlp.up_proj.weight"],
+        "tensor_names": json.dumps(names),
+    }
+    save_file(tensors, folder / "model.safetensors", metadata)
+    with pytest.raises(ValueError, match=r"mtp\.mlp\.up_proj is an NVFP4 weight, but the model .* has no such linear"):
+        load_model(folder)
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp\."])
+    with torch.no_grad():
+        assert torch.equal(load_model(folder)(tokens).logits, load_model(ours)(tokens).logits)
+
+
 # What cannot be loaded right is refused, in a sentence that says where.
 
 
