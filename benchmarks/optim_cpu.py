@@ -4,7 +4,8 @@
 
 Two sets of parameters, fp32 and bf16: the LoRA factors of Llama-3.1-8B (448 tensors, 42e6 values) and 64e6 values in
 one tensor. All optimizers live in one process and step turn by turn, so that a busy machine slows all of them; the
-figures are the median and the least of the rounds. torchao's, whose steps take seconds, get fewer rounds. First steps
+figures are the median and the least of the rounds. On a busy machine take --threads 1: OpenMP's threads wait for each
+other at the end of every tensor, so torch's figures explode when one of them is not scheduled. torchao's, whose steps take seconds, get fewer rounds. First steps
 are timed in processes of their own: with an empty kernel cache, then with the cache that the former left.
 """
 

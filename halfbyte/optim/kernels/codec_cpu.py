@@ -31,6 +31,7 @@ from halfbyte.optim.kernels.codec_cpu_cast import (
     float_to_e4m3,
     helper,
 )
+from halfbyte.optim.kernels.codec_cpu_lookup import look_up, planes_of
 
 I32 = np.int32
 EIGHT, FOUR, FP8 = 0, 1, 2  # StateFormat.name, as the kernels take it
@@ -39,8 +40,9 @@ FORMAT_CODE = {"8bit": EIGHT, "4bit": FOUR, "fp8": FP8}
 SIGNED_8BIT = codebook("8bit", True).numpy()
 UNSIGNED_8BIT = codebook("8bit", False).numpy()
 SIGNED_4BIT = codebook("4bit", True).numpy()
-# Both values of a packed byte, in memory order: [256] uint64, two fp32 each. One gather fetches two values.
-SIGNED_PAIRS = SIGNED_4BIT[np.stack([np.arange(256) >> 4, np.arange(256) & 15], axis=1)].view(np.uint64).reshape(256)
+SIGNED_8BIT_PLANES = planes_of(SIGNED_8BIT)
+UNSIGNED_8BIT_PLANES = planes_of(UNSIGNED_8BIT)
+SIGNED_4BIT_PLANES = planes_of(SIGNED_4BIT)
 CUTS_4BIT = tuple(midpoints("4bit", True)[7:].numpy())  # the positive ones
 MINUS_ZERO = U32(0x80000000)
 ABOVE_MIN = U32(0x3400)  # bfloat16 pattern of 2^-23: every smaller |y| has the code of zero
@@ -243,35 +245,22 @@ def encode(x, scales, block_size, fmt, signed, codes):
 @helper
 def decode(codes, scales, block_size, fmt, signed, x):
     """Write the values of codes."""
+    if fmt == FP8:
+        for i in range(x.size):
+            x[i] = e4m3_to_float(codes[i])
+    elif fmt == FOUR and signed:
+        look_up(codes, SIGNED_4BIT, SIGNED_4BIT_PLANES, x)
+    elif fmt == FOUR:
+        for i in range(x.size):
+            x[i] = F32(I32(codes[i]) + I32(1)) * F32(0.0625)
+    elif signed:
+        look_up(codes, SIGNED_8BIT, SIGNED_8BIT_PLANES, x)
+    else:
+        look_up(codes, UNSIGNED_8BIT, UNSIGNED_8BIT_PLANES, x)
     for block in range(scales.size):
-        scale, source, out = scales[block], _block(codes, block, block_size), _block(x, block, block_size)
-        if fmt == FP8:
-            for i in range(out.size):
-                out[i] = e4m3_to_float(source[i]) * scale
-        elif fmt == FOUR and signed:
-            for i in range(out.size):
-                out[i] = SIGNED_4BIT[source[i]] * scale
-        elif fmt == FOUR:
-            for i in range(out.size):
-                out[i] = F32(I32(source[i]) + I32(1)) * F32(0.0625) * scale
-        elif signed:
-            for i in range(out.size):
-                out[i] = SIGNED_8BIT[source[i]] * scale
-        else:
-            for i in range(out.size):
-                out[i] = UNSIGNED_8BIT[source[i]] * scale
-
-
-@helper
-def decode_pairs(packed, scales, block_size, x):
-    """`decode` of signed 4-bit codes still packed, for an even number of them: packed [n/2]."""
-    pairs = x.view(np.uint64)
-    for i in range(pairs.size):
-        pairs[i] = SIGNED_PAIRS[packed[i]]
-    for block in range(scales.size):
-        scale, out = scales[block], _block(x, block, block_size)
-        for i in range(out.size):
-            out[i] = out[i] * scale
+        scale, values = scales[block], _block(x, block, block_size)
+        for i in range(values.size):
+            values[i] = values[i] * scale
 
 
 @helper

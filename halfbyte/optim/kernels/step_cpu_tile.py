@@ -21,7 +21,6 @@ from halfbyte.optim.kernels.codec_cpu import (
     FOUR,
     amax_bits,
     decode,
-    decode_pairs,
     encode,
     pack,
     scale_of,
@@ -229,15 +228,11 @@ def _read_moments(row, start, n, fmt, block_size, moments, codes):
             _copy(_floats(address, start, n), moments[k][:n])
             continue
         scales = _floats(row[MOMENTS + 2 * k + 1], start // block_size, (n + block_size - 1) // block_size)
-        if fmt != FOUR:
-            decode(_bytes(address, start, n), scales, block_size, fmt, k == 0, moments[k][:n])
-            continue
-        packed = _bytes(address, start // 2, (n + 1) // 2)
-        if k == 0 and n % 2 == 0:
-            decode_pairs(packed, scales, block_size, moments[k][:n])
-        else:
-            unpack(packed, codes[k][:n])
+        if fmt == FOUR:
+            unpack(_bytes(address, start // 2, (n + 1) // 2), codes[k][:n])
             decode(codes[k][:n], scales, block_size, fmt, k == 0, moments[k][:n])
+        else:
+            decode(_bytes(address, start, n), scales, block_size, fmt, k == 0, moments[k][:n])
 
 
 @helper

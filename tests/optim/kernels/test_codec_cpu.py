@@ -11,7 +11,7 @@ from numba import njit
 
 from halfbyte.optim import state_ops
 from halfbyte.optim.formats import FORMATS, SCALE_MIN, StateFormat, midpoints, zero_code
-from halfbyte.optim.kernels import codec_cpu, codec_cpu_cast
+from halfbyte.optim.kernels import codec_cpu, codec_cpu_cast, codec_cpu_lookup
 from halfbyte.optim.kernels.codec_cpu import FORMAT_CODE
 
 
@@ -34,11 +34,6 @@ def _quantize(x, block_size, fmt, signed, codes, scales):
 @njit
 def _dequantize(codes, scales, block_size, fmt, signed, x):
     codec_cpu.decode(codes, scales, block_size, fmt, signed, x)
-
-
-@njit
-def _dequantize_pairs(packed, scales, block_size, x):
-    codec_cpu.decode_pairs(packed, scales, block_size, x)
 
 
 @njit
@@ -153,12 +148,19 @@ def test_the_estimate_is_right_wherever_it_claims_to_be(signed: bool) -> None:
         assert torch.equal(codes, expected)
 
 
-def test_pairs_are_two_codes() -> None:
-    packed, scales = torch.arange(256, dtype=torch.uint8), torch.rand(4)
-    values = np.full(512, np.nan, np.float32)
-    _dequantize_pairs(packed.numpy(), scales.numpy(), 128, values)
-    expected = state_ops.dequantize(packed, scales, FORMATS["4bit"], 512, signed=True)
-    assert torch.equal(torch.from_numpy(values), expected)
+@njit
+def _look_up(codes, table, planes, x):
+    codec_cpu_lookup.look_up(codes, table, planes, x)
+
+
+@pytest.mark.parametrize("numel", [1, 63, 64, 256, 1000])
+def test_looking_up_is_indexing(numel: int) -> None:
+    """Every byte, whichever instructions do it; nothing is written beyond the last value."""
+    table = np.random.default_rng(0).standard_normal(256).astype(np.float32)
+    codes = np.resize(np.arange(256, dtype=np.uint8)[::-1], numel)
+    x = np.full(numel + 64, np.nan, np.float32)
+    _look_up(codes, table, codec_cpu_lookup.planes_of(table), x[:numel])
+    assert (x[:numel] == table[codes]).all() and np.isnan(x[numel:]).all()
 
 
 @pytest.mark.parametrize("numel", [1, 2, 7, 128])
