@@ -280,6 +280,31 @@ def test_dynamic_activations_cannot_be_said(tmp_path: Path, dense: Path) -> None
     export_checkpoint(tmp_path / "base", tmp_path / "out", format="modelopt", activations="none")
 
 
+def train_steps(folder: Path, tokens: torch.Tensor) -> list[float]:
+    """Losses of three AdamW steps of an ordinary LoRA on the base."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model: Any = get_peft_model(load_model(folder, dtype=torch.float32), config)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_does_not_see_the_format(folders: dict[str, Path], tokens: torch.Tensor) -> None:
+    """The components in memory are the same bytes, so losses are equal bit for bit; and they fall."""
+    losses = {format: train_steps(folder, tokens) for format, folder in folders.items()}
+    assert losses["torchao"] == losses["compressed-tensors"] == losses["modelopt"]
+    assert losses["torchao"][-1] < losses["torchao"][0]
+
+
 # ---- mixed folders
 
 
