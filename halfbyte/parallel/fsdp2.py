@@ -53,6 +53,19 @@ def fsdp2(
     raises   RuntimeError for a torch that is too old; ValueError and RuntimeError as `synchronize`, on every rank.
     """
     check_torch()
+    return shard_model(model, mesh, blocks, mp_policy, offload_policy, reshard_after_forward, timeout)
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    blocks: list[nn.Module] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    reshard_after_forward: bool = True,
+    timeout: float = CHECK_TIMEOUT_S,
+) -> nn.Module:
+    """`fsdp2`, whatever the version of torch."""
     mesh = mesh if mesh is not None else data_mesh(default_device_type())
     check_mesh(mesh)
     blocks = blocks if blocks is not None else transformer_blocks(model)

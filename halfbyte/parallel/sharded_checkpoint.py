@@ -1,8 +1,8 @@
 """Save and load a sharded training state with `torch.distributed.checkpoint`, on any number of ranks.
 
-Only what changes is written: trainable parameters and the optimizer's states, each rank its own shards. The frozen base
-stays where it came from. A folder is complete or not there: ranks write into a staging folder, agree that all of them
-succeeded, and rank zero renames it. `dcp.save` alone leaves a torn folder when a rank dies.
+Only what changes is written: trainable parameters and the optimizer's states, each rank its own shards. The frozen
+base stays where it came from. A folder is complete or not there: ranks write into a staging folder, agree that all of
+them succeeded, and rank zero renames it. `dcp.save` alone leaves a torn folder when a rank dies.
 """
 
 import os

@@ -15,6 +15,16 @@ from halfbyte.parallel.deepspeed import check_config, read_deepspeed_config
 from halfbyte.train.config import TrainConfig
 
 
+def check_launch() -> None:
+    """ValueError for a launch whose settings `Trainer` would follow into what is not tested here: FSDP, 1 or 2."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        version = os.environ.get("FSDP_VERSION", "1")
+        raise ValueError(
+            f"the launch asks for FSDP {version}, which `halfbyte train` does not run; launch without --use_fsdp, "
+            "and set deepspeed to a ZeRO-3 config to shard the base, or call halfbyte.parallel.fsdp2 in your own script"
+        )
+
+
 def check_deepspeed(path: str, device: torch.device) -> None:
     """See that DeepSpeed can be used as its config says.
 

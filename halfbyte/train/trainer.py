@@ -112,6 +112,7 @@ def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
     from halfbyte.checkpoint.skeleton import Skeleton
 
     device = build.pick_device(config)
+    preflight.check_launch()
     if config.deepspeed:
         preflight.check_deepspeed(config.deepspeed, device)
     preflight.check_report_to(config.report_to)
@@ -238,7 +239,7 @@ class Trainer(SFTTrainer):
         """As Trainer's; what an engine has sharded is gathered and its shapes checked before anything is written."""
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             return super().save_model(output_dir, _internal_call)
-        self._save(output_dir, state_dict=gather_trainable(self.model))
+        self._save(output_dir, state_dict=gather_trainable(self.model))  # type: ignore[arg-type]  # optional there
 
     def save_adapter(self, folder: Path) -> None:
         """The adapter in PEFT's files, and the tokenizer, in a folder that is complete or not there."""

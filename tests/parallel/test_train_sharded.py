@@ -73,3 +73,11 @@ def test_equals_a_run_without_deepspeed_and_resumes(stage: int, settings, tmp_pa
 def test_several_cpus_are_refused_before_loading(settings, tmp_path) -> None:
     zero_, one = run(2, train_rank, settings, str(tmp_path / "out"), 2, timeout=TIMEOUT)
     assert zero_ == one and "several CPU processes cannot share a run" in zero_
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_fsdp_launches_are_refused_before_loading(version: str, settings, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", version)
+    text = train_rank(settings, str(tmp_path / "out"), None)
+    assert f"asks for FSDP {version}" in text and "halfbyte.parallel.fsdp2" in text
