@@ -5,6 +5,7 @@ at once and each tensor goes straight to its place: no shard is ever held in mem
 start.
 """
 
+import errno
 import json
 import os
 import struct
@@ -118,8 +119,8 @@ class ShardWriter:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         start = 8 + len(text)
-        if position and hasattr(os, "posix_fallocate"):  # macOS has none: a full disk is then met while writing
-            os.posix_fallocate(fd, start, position)
+        if position:
+            _reserve(fd, start, position)
         os.pwrite(fd, struct.pack("<Q", len(text)) + text, 0)
         for key in keys:
             self._place[key] = (fd, start + header[key]["data_offsets"][0])  # type: ignore[index]
@@ -133,6 +134,17 @@ class ShardWriter:
     def _close_files(self) -> None:
         while self._fds:
             os.close(self._fds.pop())
+
+
+def _reserve(fd: int, start: int, size: int) -> None:
+    """Claim the bytes now, so that a full disk is met before hours of work; where that is not offered, go on."""
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
+    try:
+        os.posix_fallocate(fd, start, size)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # file systems without it
+            raise
 
 
 def plan_shards(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> dict[str, list[str]]:
