@@ -383,6 +383,7 @@ def test_damage(tmp_path: Path, folders: dict[str, Path], format: str, change: A
     [
         ("modelopt", {"quant_algo": "FP8"}, "quant_algo is FP8, expected NVFP4"),
         ("compressed-tensors", {"config_groups": None}, "no config_groups"),
+        ("compressed-tensors", {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config is set"),
         ("compressed-tensors", {"config_groups": {"g": {"targets": ["Linear"], "weights": {}}}}, "no 4-bit group"),
     ],
 )

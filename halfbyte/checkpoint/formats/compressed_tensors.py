@@ -122,6 +122,12 @@ def config_groups(config: Mapping[str, Any], shards: Shards) -> list[Mapping[str
         raise ValueError(
             f"{shards.folder / 'config.json'}: quantization_config has no config_groups, expected a group a scheme."
         )
+    for field in ("transform_config", "sparsity_config"):
+        if block.get(field):
+            raise ValueError(
+                f"{shards.folder / 'config.json'}: {field} is set: its layers compute more than an NVFP4 product "
+                "(rotations, sparsity), which halfbyte does not read."
+            )
     return list(groups.values())
 
 
