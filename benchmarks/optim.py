@@ -59,7 +59,7 @@ def params_of(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Para
     return params
 
 
-def optimizers(peers: list[str]) -> Iterator[tuple[str, Callable[[list[nn.Parameter]], Any]]]:
+def optimizers(peers: list[str], torchao_names: list[str]) -> Iterator[tuple[str, Callable[[list[nn.Parameter]], Any]]]:
     """(label, constructor) of ours and of the peers that can be imported."""
     import halfbyte.optim
 
@@ -67,12 +67,12 @@ def optimizers(peers: list[str]) -> Iterator[tuple[str, Callable[[list[nn.Parame
         yield f"halfbyte {name}", getattr(halfbyte.optim, name)
     for peer in peers:
         try:
-            yield from _peer(peer)
+            yield from _peer(peer, torchao_names)
         except ImportError as error:
             print(f"{peer} is left out: {error}", file=sys.stderr)
 
 
-def _peer(peer: str) -> list[tuple[str, Callable[[list[nn.Parameter]], Any]]]:
+def _peer(peer: str, torchao_names: list[str]) -> list[tuple[str, Callable[[list[nn.Parameter]], Any]]]:
     if peer == "torch":
         return [("torch AdamW(fused=True)", lambda params: torch.optim.AdamW(params, fused=True))]
     if peer == "flashoptim":
@@ -80,7 +80,7 @@ def _peer(peer: str) -> list[tuple[str, Callable[[list[nn.Parameter]], Any]]]:
         return [("flashoptim FlashAdamW", flash)]
     if peer == "torchao":
         ao = import_module("torchao.optim")
-        return [(f"torchao {name}", getattr(ao, name)) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")]
+        return [(f"torchao {name}", getattr(ao, name)) for name in torchao_names]
     bnb = import_module("bitsandbytes").optim
     return [("bitsandbytes AdamW8bit", bnb.AdamW8bit)]
 
@@ -129,6 +129,10 @@ def time_optimizer(make: Callable, params: list[nn.Parameter], repeats: int) -> 
     before = torch.cuda.memory_allocated()
     optimizer.step()
     extra = torch.cuda.max_memory_allocated() - before
+    start = time.perf_counter()
+    optimizer.step()
+    torch.cuda.synchronize()
+    repeats = max(5, min(repeats, int(1.0 / (time.perf_counter() - start))))
     device = median_device_ms(optimizer.step, repeats)
     host = median_host_ms(optimizer.step, lambda i: None, repeats)
     moved = float("nan")
@@ -187,54 +191,52 @@ def tune(fmt_name: str, shapes: list[tuple[int, ...]], bandwidth: float) -> list
     from halfbyte.optim.kernels import step_triton
     from halfbyte.optim.state import new_state
 
-    fmt, rows = FORMATS[fmt_name], []
+    fmt = FORMATS[fmt_name]
     params = [p.data.view(-1) for p in params_of(shapes, torch.bfloat16)]
     grads = [torch.randn_like(p) * 1e-3 for p in params]
     states = [new_state(p, fmt, amsgrad=False) for p in params]
     floor = floor_ms(params, STATE_BYTES[fmt_name], bandwidth)
-    cuts = [(256, 1), (512, 2), (1024, 4), (512, 1), (1024, 2), (2048, 4)]
-    for (tile, num_warps), prefetch, pair_v in product(cuts, (False, True), (False, True)):
-        if pair_v and fmt_name != "4bit":
-            continue
-        for chunk in (4096, 16384):
-            tuning = step_triton.Tuning(tile, num_warps, 1, 1, chunk // tile, pair_v, prefetch)
-            cache: dict = {}
+    timed: list[tuple[float, Any]] = []
+    for tile, num_warps, fold in ((256, 1, 1), (512, 1, 2), (512, 2, 1), (1024, 2, 2)):
+        for chunk, lanes, prefetch in product((4096, 8192), (True, False), (False, True)):
+            for maxnreg in (None, 80) if fold == 2 else (None,):
+                if not lanes and fmt_name != "8bit" or prefetch and (fold == 2 or chunk == 4096):
+                    continue
+                timed.append((0.0, step_triton.Tuning(tile, num_warps, fold, chunk, lanes, prefetch, maxnreg)))
+    for i, (_, tuning) in enumerate(timed):
+        cache: dict = {}
 
-            def run(tuning: Any = tuning, cache: dict = cache) -> None:
-                hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 1e-2)
-                step_triton.step(params, grads, states, hyper, fmt, cache=cache, tuning=tuning)
+        def run(tuning: Any = tuning, cache: dict = cache) -> None:
+            hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 1e-2)
+            step_triton.step(params, grads, states, hyper, fmt, cache=cache, tuning=tuning)
 
-            for _ in range(3):
-                run()
-            ms = median_device_ms(run, 7)
-            rows.append(
-                [
-                    f"{tile} x {num_warps} warps, chunks of {chunk}, {prefetch=}, {pair_v=}",
-                    f"{ms:.3f}",
-                    f"{floor / ms:.1%}",
-                ]
-            )
+        for _ in range(3):
+            run()
+        timed[i] = (median_device_ms(run, 7), tuning)
+    timed.sort(key=lambda pair: pair[0])
+    step_triton.TUNINGS[fmt_name] = timed[0][1]
+    rows = [[str(tuple(tuning)), f"{ms:.3f}", f"{floor / ms:.1%}"] for ms, tuning in timed]
     return rows
 
 
-def first_step_seconds(label: str) -> str:
+def first_step_seconds(label: str, limit: float) -> str:
     """A first step over 60 shapes in a process of its own with empty kernel caches, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
         command = [sys.executable, __file__, "--first-step", label]
         try:
             done = subprocess.run(
-                command, env=os.environ | caches, capture_output=True, text=True, timeout=100, check=True
+                command, env=os.environ | caches, capture_output=True, text=True, timeout=limit, check=True
             )
         except subprocess.TimeoutExpired:
-            return "> 100"
+            return f"> {limit:.0f}"
         except subprocess.CalledProcessError as error:
             return "failed: " + error.stderr.strip().splitlines()[-1][:60]
     return done.stdout.strip().splitlines()[-1]
 
 
 def print_first_step(label: str) -> None:
-    make = dict(optimizers(list(PEERS)))[label]
+    make = dict(optimizers(list(PEERS), list(OURS.values())))[label]
     optimizer = make(params_of(many_shapes(), torch.bfloat16))
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -258,10 +260,12 @@ def versions() -> str:
     return f"{torch.cuda.get_device_name()}, Python {platform.python_version()}, " + ", ".join(found)
 
 
-def compare(title: str, shapes: list, dtype: torch.dtype, peers: list[str], bandwidth: float, repeats: int) -> str:
+def compare(
+    title: str, shapes: list, dtype: torch.dtype, makers: list[tuple[str, Callable]], bandwidth: float, repeats: int
+) -> str:
     """A table of all optimizers over one set of parameters."""
     rows = []
-    for label, make in optimizers(peers):
+    for label, make in makers:
         params = params_of(shapes, dtype)
         fmt_name = {name: key for key, name in OURS.items()}.get(label.removeprefix("halfbyte "))
         state_bytes = STATE_BYTES.get(fmt_name or "", float("nan"))
@@ -288,6 +292,8 @@ def compare(title: str, shapes: list, dtype: torch.dtype, peers: list[str], band
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--torchao", nargs="*", default=list(OURS.values()), help="torchao's classes to time")
+    parser.add_argument("--first-step-limit", type=float, default=100, help="seconds to wait for a first step")
     parser.add_argument("--out", help="write the tables to this Markdown file as well")
     parser.add_argument("--tune", action="store_true", help="time ways to cut a step into programs")
     parser.add_argument("--first-step", help=argparse.SUPPRESS)
@@ -306,15 +312,17 @@ def main() -> None:
             sections.append(f"### {name}: tile, warps and tiles of a program\n\n" + table(["cut", "ms", "share"], rows))
             print(sections[-1], flush=True)
     titles = ("8 layers of Llama-3.1-8B, bf16, 72 tensors", "LoRA, 448 tensors, 42e6 parameters")
-    peers = args.peers
-    sections.append(compare(titles[0], full_shapes(), torch.bfloat16, peers, bandwidth, 15))
-    sections.append(compare(titles[1] + ", bf16", lora_shapes(), torch.bfloat16, peers, bandwidth, 30))
-    few = [peer for peer in peers if peer == "torch"]
-    sections.append(compare(titles[1] + ", fp32", lora_shapes(), torch.float32, few, bandwidth, 30))
-    rows = [[label, first_step_seconds(label)] for label, _ in optimizers(peers)]
+    makers = list(optimizers(args.peers, args.torchao))
+    plain = [maker for maker in makers if maker[0].startswith(("halfbyte", "torch "))]
+    sections.append(compare(titles[0], full_shapes(), torch.bfloat16, makers, bandwidth, 15))
+    print(sections[-1], flush=True)
+    sections.append(compare(titles[1] + ", bf16", lora_shapes(), torch.bfloat16, makers, bandwidth, 30))
+    sections.append(compare(titles[1] + ", fp32", lora_shapes(), torch.float32, plain, bandwidth, 30))
+    print(*sections[-2:], sep="\n\n", flush=True)
+    rows = [[label, first_step_seconds(label, args.first_step_limit)] for label, _ in makers]
     sections.append("### First step over 60 shapes, empty kernel caches\n\n" + table(["AdamW", "seconds"], rows))
     text = "\n\n".join(sections) + "\n"
-    print(text)
+    print(sections[-1])
     if args.out:
         with open(args.out, "w") as file:
             file.write(text)

@@ -91,37 +91,62 @@ def encode_table(name: str, signed: bool, device: torch.device) -> Tensor:
 
 @lru_cache
 def decode_table(name: str, signed: bool, device: torch.device) -> Tensor:
-    """By byte: fp32 [256] values of an 8-bit code, or [256, 2] of the upper and the lower 4-bit code."""
-    values = codebook(name, signed)
+    """The codebook on a device: fp32 [256] or [16]."""
+    return codebook(name, signed).to(device)
+
+
+@lru_cache
+def lane_tables(name: str, signed: bool, device: torch.device) -> Tensor:
+    """What the 32 lanes of a warp hold between them to decode one moment: fp32 [2, 32].
+
+    4-bit        codebook, twice: lane k has the value of code k.
+    8-bit signed  (slope, offset) of value = slope * f + offset, f = 4 |code - 127|, by the lower five bits of f's
+                 exponent field; the codes of one exponent are a decade of the map.
+    8-bit        value = P (mantissa - 8/9) with the mantissa of f = code + 1.5; P by exponent, as above.
+    """
+    values = codebook(name, signed).double()
+    lanes = torch.zeros(2, 32, dtype=torch.float64, device="cpu")
     if name == "4bit":
-        values = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)
-    return values.to(device)
+        lanes[0] = values.repeat(2)
+    elif name == "8bit" and signed:
+        f = 4 * torch.arange(129, dtype=torch.float32, device="cpu")
+        place = (f.view(torch.int32) >> 23) & 31
+        for k in place[1:].unique().tolist():
+            at, own = f[place == k].double(), values[127:][place == k]
+            slope = (own[-1] - own[0]) / (at[-1] - at[0]) if own.numel() > 1 else own[0] / at[0]
+            lanes[0, k], lanes[1, k] = slope, own[0] - slope * at[0]
+    elif name == "8bit":
+        f = torch.arange(256, dtype=torch.float32, device="cpu") + 1.5
+        place = (f.view(torch.int32) >> 23) & 31
+        mantissa = ((f.view(torch.int32) & 0x7FFFFF) | 0x3F800000).view(torch.float32).double()
+        for k in place.unique().tolist():
+            last = int((place == k).nonzero()[-1])
+            lanes[0, k] = values[last] / (mantissa[last] - 0.8888888955116272)
+    return lanes.float().to(device)
 
 
 @lru_cache
 def codec_tables(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(addresses, storage) of the tables that decode exp_avg and exp_avg_sq and of those that encode them.
+    """(addresses, storage) of a format's tables.
 
-    addresses  int32 [5]: the lower halves of the four addresses (0: the format does not need it), and the upper half,
-               which they share.
-    storage    the memory that holds them; keep it.
+    addresses  int32 [7]: the lower halves of the addresses of exp_avg's lane tables, codebook and encoding lines, then
+               of exp_avg_sq's, and last the upper half, which they share.
+    storage    the memory that holds the tables; keep it.
     """
-    tables = [decode_table(name, signed, device) for signed in (True, False)]
-    tables += [
-        encode_table(name, signed, device) if (name, signed) in STRETCH else torch.zeros(0, device=device)
-        for signed in (True, False)
-    ]
+    tables = []
+    for signed in (True, False):
+        tables += [lane_tables(name, signed, device), decode_table(name, signed, device)]
+        tables += [encode_table(name, signed, device) if (name, signed) in STRETCH else tables[-1]]
     starts = [0]
     for table in tables:
         starts.append(starts[-1] + -(-table.numel() // 64) * 64)
-    storage = torch.zeros(starts[-1] + 2**14, device=device)
-    first = storage.data_ptr()
-    if first >> 32 != (first + 4 * starts[-1]) >> 32:  # crosses a multiple of 2^32; cannot happen twice in a row
-        storage = torch.zeros(starts[-1] + 2**14, device=device)
-        first = storage.data_ptr()
+    storage = torch.zeros(starts[-1], device=device)
+    if storage.data_ptr() >> 32 != (storage.data_ptr() + 4 * starts[-1]) >> 32:  # crosses a multiple of 2^32
+        storage = torch.zeros(starts[-1], device=device)
     for start, table in zip(starts, tables, strict=False):
         storage[start : start + table.numel()] = table.view(-1)
-    halves = [(first + 4 * start) & 0xFFFFFFFF for start in starts[:4]] + [first >> 32]
+    first = storage.data_ptr()
+    halves = [(first + 4 * start) & 0xFFFFFFFF for start in starts[:-1]] + [first >> 32]
     return torch.tensor(halves, dtype=torch.uint32, device="cpu").view(torch.int32).to(device), storage
 
 
@@ -209,6 +234,91 @@ def encode_linear(y, FAST: tl.constexpr):
 
 
 @triton.jit
+def load_lane(low, high, FAST: tl.constexpr):
+    """A lane table. FAST: each lane's own entry of it, in a register; else the table's address."""
+    if FAST:
+        lane = tl.inline_asm_elementwise(
+            """{ .reg .b64 at; .reg .b32 lane; mov.u32 lane, %laneid; mad.lo.u32 lane, lane, 4, $1;
+            mov.b64 at, {lane, $2}; ld.global.f32 $0, [at]; }""",
+            "=f,r,r",
+            [low, high],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        lane = _pointer(low, high)
+    return lane
+
+
+@triton.jit
+def from_lane(lane, index, FAST: tl.constexpr):
+    """Entry `index & 31` of a lane table, by a shuffle: it takes no address, and no cache line."""
+    if FAST:
+        value = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+            "=f,f,r",
+            [lane, index],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        value = tl.load(lane + (index & 31))
+    return value
+
+
+@triton.jit
+def _plus_2_23(code, FAST: tl.constexpr):
+    """2^23 + code (uint8), fp32: the code becomes the lowest byte of 0x4B000000."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $4, 0x4B000000, 0x7650; prmt.b32 $1, $4, 0x4B000000, 0x7651;"
+            " prmt.b32 $2, $4, 0x4B000000, 0x7652; prmt.b32 $3, $4, 0x4B000000, 0x7653;",
+            "=f,=f,=f,=f,r",
+            [code],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    return (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _plus_2_25(code, FAST: tl.constexpr):
+    """2^25 + 4 code (uint8), fp32, in the same way."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $4, 0x4C000000, 0x7650; prmt.b32 $1, $4, 0x4C000000, 0x7651;"
+            " prmt.b32 $2, $4, 0x4C000000, 0x7652; prmt.b32 $3, $4, 0x4C000000, 0x7653;",
+            "=f,=f,=f,=f,r",
+            [code],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    return (code.to(tl.int32) | 0x4C000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_signed_8bit(code, slope, offset, FAST: tl.constexpr):
+    """Value of a code (uint8) of the signed 8-bit map; slope, offset: lane tables. To 3 ulp."""
+    f = _plus_2_25(code, FAST) - 33554940.0  # 4 (code - 127)
+    exponent = f.to(tl.int32, bitcast=True) >> 23
+    value = tl.abs(f) * from_lane(slope, exponent, FAST) + from_lane(offset, exponent, FAST)
+    sign = f.to(tl.int32, bitcast=True) & -2147483648
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_unsigned_8bit(code, power, FAST: tl.constexpr):
+    """Value of a code (uint8) of the unsigned 8-bit map; power: lane table. To 4 ulp."""
+    f = (_plus_2_23(code, FAST) - 8388606.5).to(tl.int32, bitcast=True)  # code + 1.5
+    mantissa = ((f & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    return from_lane(power, f >> 23, FAST) * (mantissa - 0.8888888955116272)
+
+
+@triton.jit
 def decode_linear(code):
     """Value of the unsigned 4-bit map: (code + 1) / 16, fp32."""
     return code.to(tl.float32) * 0.0625 + 0.0625
@@ -241,8 +351,7 @@ def decode_e4m3(code, NATIVE: tl.constexpr):
 
 @triton.jit
 def fast_sqrt(x, FAST: tl.constexpr):
-    """sqrt(x) to 2 ulp; what is below the least normal number counts as that, so that eps = 0 divides by no zero."""
-    x = tl.maximum(x, 1.1754943508222875e-38)
+    """sqrt(x) to 2 ulp; 0 below the least normal number."""
     if FAST:
         return tl.inline_asm_elementwise(
             "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

@@ -21,7 +21,8 @@ from torch import Tensor
 from halfbyte.optim.formats import StateFormat
 from halfbyte.optim.hyper import Hyper
 from halfbyte.optim.kernels.codec_triton import BIN_BITS, STRETCH, codec_tables
-from halfbyte.optim.kernels.kernels_triton import prepare, step_blocks, step_plain
+from halfbyte.optim.kernels.kernels_triton import step_blocks, step_plain
+from halfbyte.optim.kernels.scalars_triton import prepare
 from halfbyte.optim.kernels.table_triton import Chunking, Launch, Plan
 from halfbyte.optim.rounding import Counter
 
@@ -38,21 +39,20 @@ State = dict[str, Tensor]
 class Tuning(NamedTuple):
     """How the quantized tensors are cut; benchmarks/optim.py measures what suits a GPU.
 
-    tile         values a program steps at a time (at least one block).
-    num_warps    warps of a program.
-    max_programs, min_tiles, max_tiles   see `Chunking`.
+    tile         values a program steps at a time (at least one block), in `num_warps` warps.
+    fold         pieces of a block, see tile_triton.py.
+    chunk        values a program steps.
     """
 
-    tile: int = 1024
-    num_warps: int = 4
-    max_programs: int = 60_000
-    min_tiles: int = 4
-    max_tiles: int = 64
-    pair_v: bool = False
+    tile: int = 512
+    num_warps: int = 1
+    fold: int = 2
+    chunk: int = 4096
+    lanes: bool = True
     prefetch: bool = False
 
 
-TUNING = Tuning()
+TUNINGS = {"8bit": Tuning(), "4bit": Tuning(), "fp8": Tuning()}
 
 
 def unavailable(device: torch.device, fmt: StateFormat, hyper: Hyper) -> str | None:
@@ -79,11 +79,12 @@ def step(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     cache: dict,
-    tuning: Tuning = TUNING,
+    tuning: Tuning | None = None,
 ) -> None:
     """See `halfbyte.optim.kernels.step`; tuning is for benchmarks."""
     if not params:
         return
+    tuning = tuning or TUNINGS[fmt.name]
     if params[0].dtype != torch.bfloat16:
         counters = None
     device = params[0].device
@@ -111,10 +112,11 @@ def step(
                 _launch_plain(plan, launch, found_inf, flags)
 
 
-def _tile(fmt: StateFormat, tuning: Tuning) -> tuple[int, int]:
-    """(BLOCK, TILE_ROWS): the block size rounded up to a power of two, and blocks in a tile."""
+def _tile(fmt: StateFormat, tuning: Tuning) -> tuple[int, int, int]:
+    """(FOLD, TILE_ROWS, WIDTH): the shape of a tile, see tile_triton.py."""
     block = triton.next_power_of_2(fmt.block_size)
-    return block, max(1, tuning.tile // block)
+    fold = tuning.fold if block >= 64 else 1
+    return fold, max(1, tuning.tile // block), block // fold
 
 
 def _plan(
@@ -131,8 +133,7 @@ def _plan(
             "parameters on the side stream first, as torch asks for every optimizer."
         )
     tile = _tile(fmt, tuning)[1] * fmt.block_size
-    limits = (tuning.max_programs, tuning.min_tiles, tuning.max_tiles)
-    chunking = {True: Chunking(tile, *limits), False: Chunking(PLAIN_TILE, *limits)}
+    chunking = {True: Chunking(tile, max(1, tuning.chunk // tile)), False: Chunking(PLAIN_TILE, 4)}
     plan = Plan(params, grads, states, counters, chunking)
     plan.set_grads([grad.data_ptr() for grad in grads])
     return plan
@@ -183,17 +184,17 @@ def _launch_blocks(
     tuning: Tuning,
 ) -> None:
     device, name = plan.device, fmt.name
-    block, tile_rows = _tile(fmt, tuning)
+    fold, tile_rows, width = _tile(fmt, tuning)
     step_blocks[(launch.chunk_tensor.numel(),)](
         plan.table, plan.grads, plan.scalars, launch.chunk_tensor, launch.chunk_tiles,
         plan.scalars if found_inf is None else found_inf,
         codec_tables(name, device)[0],
-        TAILS=launch.kind.tails, ALIGNED=launch.kind.aligned, FMT=name, BLOCK_SIZE=fmt.block_size, BLOCK=block,
-        TILE_ROWS=tile_rows, NATIVE_E4M3=_casts_e4m3(device),
+        TAILS=launch.kind.tails, ALIGNED=launch.kind.aligned, FMT=name, BLOCK_SIZE=fmt.block_size,
+        FOLD=fold, TILE_ROWS=tile_rows, WIDTH=width, NATIVE_E4M3=_casts_e4m3(device),
         STRETCH_M=STRETCH.get((name, True), 1.0), BITS_M=BIN_BITS.get((name, True), 0),
         STRETCH_V=STRETCH.get((name, False), 1.0), BITS_V=BIN_BITS.get((name, False), 0),
-        HAS_GRAD_FACTOR=has_grad_factor,
-        PAIR_V=tuning.pair_v, PREFETCH=tuning.prefetch, num_warps=max(tuning.num_warps, min(8, block // 256)), **flags,
+        HAS_GRAD_FACTOR=has_grad_factor, LANES=tuning.lanes, PREFETCH=tuning.prefetch,
+        num_warps=max(tuning.num_warps, min(8, fold * width // 512)), **flags,
     )  # fmt: skip
 
 

@@ -25,17 +25,10 @@ State = dict[str, Tensor]
 
 
 class Chunking(NamedTuple):
-    """How a launch cuts its tensors: a program steps a chunk of whole tiles of `tile` values."""
+    """How a launch cuts its tensors: a program steps `tiles` tiles of `tile` values."""
 
     tile: int
-    max_programs: int  # aim at no more, by longer chunks
-    min_tiles: int
-    max_tiles: int
-
-    def tiles(self, numels: Sequence[int]) -> int:
-        """Tiles of a chunk, so many that the launch has about `max_programs` programs."""
-        wanted = sum(numels) // self.tile // self.max_programs
-        return min(max(wanted, self.min_tiles), self.max_tiles)
+    tiles: int
 
 
 class Launch(NamedTuple):
@@ -168,13 +161,12 @@ class Plan:
         if kind.tails:
             return Launch(kind, self._upload(torch.tensor(members, dtype=torch.int32, device="cpu")), 1)
         numels = [rows[i][NUMEL] for i in members]
-        chunk_tiles = cut.tiles(numels)
         chunk_tensor: list[int] = []
         for i, numel in zip(members, numels, strict=True):
             rows[i][FIRST_CHUNK] = len(chunk_tensor)
             tiles = numel // cut.tile if kind.quantized else -(-numel // cut.tile)
-            chunk_tensor += [i] * -(-tiles // chunk_tiles)
-        return Launch(kind, self._upload(torch.tensor(chunk_tensor, dtype=torch.int32, device="cpu")), chunk_tiles)
+            chunk_tensor += [i] * -(-tiles // cut.tiles)
+        return Launch(kind, self._upload(torch.tensor(chunk_tensor, dtype=torch.int32, device="cpu")), cut.tiles)
 
 
 def _moment_pointers(state: State) -> list[int]:

@@ -16,7 +16,7 @@ from tests.optim.kernels.contract import check_agreement, fresh_state, guarded, 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUMELS = [1, 17, 4097, 0, 3000]
 HYPER = Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1)
-SMALL_CHUNKS = Tuning(tile=512, num_warps=2, min_tiles=1, max_tiles=2)
+SMALL_CHUNKS = Tuning(tile=512, chunk=1024)
 
 
 def _grad(numel: int, seed: int) -> Tensor:
