@@ -22,7 +22,10 @@ BUCKET_BYTES = 64 * 2**20
 
 
 def to_host(state: State) -> State:
-    """A state with its moments in (pinned, if there is a GPU) CPU memory; `step` stays where it is."""
+    """A state with its codes and scales in (pinned, if there is a GPU) CPU memory. `step`, and fp32 moments of small
+    parameters, stay where they are: a copy of some kilobytes costs as much as one of some hundred."""
+    if "exp_avg_scale" not in state:
+        return state
     pin = torch.cuda.is_available()
     return {
         name: value if name == "step" or value.device.type == "cpu" else _host_copy(value, pin)
@@ -53,8 +56,13 @@ class Streams:
         """Device copies of a state's moments, on the inward stream."""
         with torch.cuda.stream(self.inward) if self.cuda else nullcontext():
             return {
-                name: value if name == "step" else _device_copy(value, self.device) for name, value in state.items()
+                name: value if self._stays(name, value) else _device_copy(value, self.device)
+                for name, value in state.items()
             }
+
+    def _stays(self, name: str, value: Tensor) -> bool:
+        """Whether a tensor is on the device for good."""
+        return name == "step" or (self.cuda and value.device.type == "cuda")
 
     def before_step(self, states: Sequence[State]) -> None:
         """The stepping stream waits for the copies, whose memory it then uses."""
@@ -73,7 +81,7 @@ class Streams:
         with torch.cuda.stream(self.outward) if self.cuda else nullcontext():
             for state, host in zip(states, hosts, strict=True):
                 for name, value in state.items():
-                    if name != "step":
+                    if value is not host[name]:
                         host[name].copy_(value, non_blocking=True)
                         if self.cuda:
                             value.record_stream(self.outward)

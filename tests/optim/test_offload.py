@@ -69,6 +69,7 @@ def test_on_a_gpu() -> None:
     for param, other in zip(params, others, strict=True):
         assert torch.equal(param, other)
         for name, value in offloaded.state[param].items():
-            assert value.device.type == ("cuda" if name == "step" else "cpu")
-            assert name == "step" or value.is_pinned()
+            stays = name == "step" or param.numel() < 4096
+            assert value.device.type == ("cuda" if stays else "cpu")
+            assert stays or value.is_pinned()
             assert torch.equal(value.cpu(), plain.state[other][name].cpu())
