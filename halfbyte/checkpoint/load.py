@@ -46,9 +46,7 @@ def load_model(
     config = read_config(folder)
     format = detect(folder, config)
     if format is None:
-        raise ValueError(
-            f"{folder}: found a dense model, expected NVFP4 weights. Quantize it first: halfbyte quantize {folder} OUT"
-        )
+        raise ValueError(dense_message(folder))
     with Shards(folder) as shards:
         skeleton = Skeleton.from_folder(folder, dtype=as_dtype(dtype))
         contents = read_contents(shards, format, config, lambda key: skeleton.target(key).name)
@@ -62,6 +60,18 @@ def load_model(
         for fqn, weight in layers.items():
             place(skeleton.model, fqn, read_layer(format, shards, weight, skeleton, fqn, device))
     return finish(skeleton, folder, device)
+
+
+def dense_message(folder: Path) -> str:
+    """Why a folder that declares no quantization cannot be loaded here."""
+    with Shards(folder) as shards:
+        raw = any(key.endswith(".qdata") for key in shards)
+    if raw:
+        return (
+            f"{folder}: written by save_pretrained of a model with NVFP4 layers, whose raw components no loader "
+            "knows. Keep the base's folder and save the adapter; `halfbyte merge` writes the two as one model."
+        )
+    return f"{folder}: found a dense model, expected NVFP4 weights. Quantize it first: halfbyte quantize {folder} OUT"
 
 
 def load_dense_model(

@@ -13,7 +13,9 @@ def inspect(path: Annotated[str, typer.Argument(help="A model's or an adapter's 
     from halfbyte.checkpoint.inspect import inspect_path
 
     found = inspect_path(path)
-    table = Table("", "", show_header=False, title=str(path))
+    table = Table(show_header=False, title=str(path))
+    table.add_column()
+    table.add_column(overflow="fold")  # a digest must be readable whole
     for name, text in found.facts.items():
         table.add_row(name, text)
     console = Console()

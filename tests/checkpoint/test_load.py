@@ -245,6 +245,9 @@ def test_nvfp4_experts_are_refused_with_the_layers_name(tmp_path: Path, mixtral:
 def test_refusals_of_folders(tmp_path: Path, dense: Path, ours: Path) -> None:
     with pytest.raises(ValueError, match=r"found a dense model, expected NVFP4 weights.*halfbyte quantize"):
         load_model(dense)
+    load_model(ours).save_pretrained(tmp_path / "raw")
+    with pytest.raises(ValueError, match=r"written by save_pretrained of a model with NVFP4 layers"):
+        load_model(tmp_path / "raw")
     with pytest.raises(ValueError, match="found a quantized model"):
         load_dense_model(ours)
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
