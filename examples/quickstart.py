@@ -34,7 +34,7 @@ def main() -> int:
     began = time.perf_counter()
     out = fresh_folder(arguments.out)
     source = gguf_file()
-    num_held_out, overrides = (32, ["max_steps=16", "warmup_steps=2"]) if arguments.short else (96, [])
+    num_held_out, overrides = (24, ["max_steps=12", "warmup_steps=2"]) if arguments.short else (96, [])
 
     halfbyte("quantize", str(source), str(out / "base"))
     command(sys.executable, str(DOCSTRINGS), str(out / "data"), f"--held-out={num_held_out}")
@@ -130,7 +130,7 @@ def answers(base: Path, adapter: Path, heldout: Path) -> list[tuple[str, str, st
     )
 
     def generate() -> list[str]:
-        tokens = model.generate(**batch, max_new_tokens=32, do_sample=False)[:, batch["input_ids"].shape[1] :]
+        tokens = model.generate(**batch, max_new_tokens=24, do_sample=False)[:, batch["input_ids"].shape[1] :]
         return [" ".join(text.split()) for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
 
     with model.disable_adapter():
