@@ -44,7 +44,8 @@ def step_blocks(
     table, grads, scalars, chunk_tensor, chunk_tiles, found_inf_at, codec_halves,
     HAS_FOUND_INF: tl.constexpr, TAILS: tl.constexpr, ALIGNED: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     FMT: tl.constexpr, BLOCK_SIZE: tl.constexpr, FOLD: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, STOCHASTIC: tl.constexpr, FLAT: tl.constexpr,
+    AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, TINY_EPS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    FLAT: tl.constexpr,
     NATIVE_E4M3: tl.constexpr, STRETCH_M: tl.constexpr, BITS_M: tl.constexpr, STRETCH_V: tl.constexpr,
     BITS_V: tl.constexpr, HAS_GRAD_FACTOR: tl.constexpr, FAST: tl.constexpr, LANES: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -97,7 +98,7 @@ def step_blocks(
                 FMT, BLOCK_SIZE, FOLD, TILE_ROWS, WIDTH, MASKED)  # fmt: skip
         step_tile((begin + i) * TILE_ROWS, grad, param, m_code, m_scale, v_code, v_scale, numel, row, param_at,
                   m_codes, m_scales, v_codes, v_scales, d_codes, d_scales, hyper, codec,
-                  P, FMT, BLOCK_SIZE, FOLD, TILE_ROWS, WIDTH, MASKED, AMSGRAD, DECOUPLED, STOCHASTIC, FLAT,
+                  P, FMT, BLOCK_SIZE, FOLD, TILE_ROWS, WIDTH, MASKED, AMSGRAD, DECOUPLED, TINY_EPS, STOCHASTIC, FLAT,
                   NATIVE_E4M3, STRETCH_M, BITS_M, STRETCH_V, BITS_V, HAS_GRAD_FACTOR, FAST, LANES)  # fmt: skip
         if PREFETCH:
             grad, param, m_code, m_scale, v_code, v_scale = (
@@ -109,7 +110,8 @@ def step_blocks(
 def step_plain(
     table, grads, scalars, chunk_tensor, chunk_tiles, found_inf_at,
     HAS_FOUND_INF: tl.constexpr, P: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr, AMSGRAD: tl.constexpr,
-    DECOUPLED: tl.constexpr, STOCHASTIC: tl.constexpr, FLAT: tl.constexpr, FAST: tl.constexpr,
+    DECOUPLED: tl.constexpr, TINY_EPS: tl.constexpr, STOCHASTIC: tl.constexpr, FLAT: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """One program steps `chunk_tiles` tiles of a tensor whose states are fp32 (usually a small one)."""
     if HAS_FOUND_INF:  # noqa: SIM102 - a compile-time condition stands alone
@@ -138,7 +140,7 @@ def step_plain(
         d = v
         if AMSGRAD:
             d = tl.load(d_at + at, mask=mask, other=0.0)
-        param, m, v, d = adam(param, grad, m, v, d, hyper, AMSGRAD, DECOUPLED, FAST)
+        param, m, v, d = adam(param, grad, m, v, d, hyper, AMSGRAD, DECOUPLED, TINY_EPS, FAST)
         tl.store(param_at + at, round_to(param, at, row, hyper, P, STOCHASTIC, FLAT, FAST), mask=mask)
         tl.store(m_at + at, m, mask=mask)
         tl.store(v_at + at, v, mask=mask)

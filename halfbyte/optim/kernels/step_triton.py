@@ -44,15 +44,15 @@ class Tuning(NamedTuple):
     chunk        values a program steps.
     """
 
-    tile: int = 512
+    tile: int = 256
     num_warps: int = 1
-    fold: int = 2
+    fold: int = 1
     chunk: int = 4096
     lanes: bool = True
     prefetch: bool = False
 
 
-TUNINGS = {"8bit": Tuning(), "4bit": Tuning(), "fp8": Tuning()}
+TUNINGS = {"8bit": Tuning(), "4bit": Tuning(), "fp8": Tuning(tile=1024, num_warps=2)}
 
 
 def unavailable(device: torch.device, fmt: StateFormat, hyper: Hyper) -> str | None:
@@ -99,6 +99,7 @@ def step(
             "G": DTYPES[grads[0].dtype],
             "AMSGRAD": hyper.amsgrad,
             "DECOUPLED": hyper.decoupled or not hyper.weight_decay,
+            "TINY_EPS": hyper.eps < 1e-16,
             "STOCHASTIC": counters is not None,
             "FLAT": plan.flat,
             "FAST": device.type == "cuda",

@@ -119,11 +119,13 @@ def value_mask(left, BLOCK_SIZE: tl.constexpr, FOLD: tl.constexpr, TILE_ROWS: tl
 
 
 @triton.jit
-def adam(param, grad, m, v, d, hyper, AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, FAST: tl.constexpr):
+def adam(param, grad, m, v, d, hyper, AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, TINY_EPS: tl.constexpr,
+         FAST: tl.constexpr):  # fmt: skip
     """Adam's formula in fp32: (new parameter, exp_avg, exp_avg_sq, max_exp_avg_sq).
 
     m, v    beta1 * exp_avg, beta2 * exp_avg_sq: the factor was part of the scale.
     grad    grad_factor included.
+    TINY_EPS  eps does not hide that the square root is 0 below the least normal number, so that counts as that number.
     """
     if DECOUPLED:
         param = param * hyper[DECAY]
@@ -135,7 +137,10 @@ def adam(param, grad, m, v, d, hyper, AMSGRAD: tl.constexpr, DECOUPLED: tl.const
         d = tl.maximum(d, v, propagate_nan=tl.PropagateNan.ALL)
     else:
         d = v
-    denominator = fast_sqrt(d, FAST) * hyper[ROOT_FACTOR] + hyper[EPS]
+    square = d
+    if TINY_EPS:
+        square = tl.maximum(d, 1.1754943508222875e-38)
+    denominator = fast_sqrt(square, FAST) * hyper[ROOT_FACTOR] + hyper[EPS]
     param = param - hyper[STEP_SIZE] * (m * fast_reciprocal(denominator, FAST))
     return param, m, v, d
 
@@ -266,7 +271,7 @@ def step_tile(
     numel, row, params, m_codes, m_scales, v_codes, v_scales, d_codes, d_scales, hyper, codec,
     P: tl.constexpr, FMT: tl.constexpr, BLOCK_SIZE: tl.constexpr, FOLD: tl.constexpr, TILE_ROWS: tl.constexpr,
     WIDTH: tl.constexpr, MASKED: tl.constexpr, AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr,
-    STOCHASTIC: tl.constexpr, FLAT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
+    TINY_EPS: tl.constexpr, STOCHASTIC: tl.constexpr, FLAT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
     STRETCH_M: tl.constexpr, BITS_M: tl.constexpr, STRETCH_V: tl.constexpr, BITS_V: tl.constexpr,
     HAS_GRAD_FACTOR: tl.constexpr, FAST: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -295,7 +300,7 @@ def step_tile(
     grad = widen(grad, FAST)
     if HAS_GRAD_FACTOR:
         grad = grad * hyper[GRAD_FACTOR]
-    param, m, v, d = adam(widen(param, FAST), grad, m, v, d, hyper, AMSGRAD, DECOUPLED, FAST)
+    param, m, v, d = adam(widen(param, FAST), grad, m, v, d, hyper, AMSGRAD, DECOUPLED, TINY_EPS, FAST)
 
     param = round_to(param, start + at, row, hyper, P, STOCHASTIC, FLAT, FAST)
     if MASKED:

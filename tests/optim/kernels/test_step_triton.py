@@ -16,7 +16,7 @@ from tests.optim.kernels.contract import check_agreement, fresh_state, guarded, 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUMELS = [1, 17, 4097, 0, 3000]
 HYPER = Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1)
-SMALL_CHUNKS = Tuning(tile=512, chunk=1024)
+SMALL_CHUNKS = Tuning(tile=512, fold=2, chunk=1024)
 
 
 def _grad(numel: int, seed: int) -> Tensor:
@@ -137,6 +137,28 @@ def test_stochastic_rounding_draws_the_references_bits(counter: Counter, quantiz
 
 def test_learning_rate_zero_and_beta_zero() -> None:
     _run(FORMATS["8bit"], Hyper(0.0, 0.0, 0.0, 1e-8, 0.0), numels=[300])
+
+
+def test_eps_zero_divides_by_no_zero() -> None:
+    """A gradient of 1e-20 has a subnormal square: its move stays bounded with eps = 0. A gradient of 0 gives NaN there,
+    as in torch, so there is none."""
+    param = torch.ones(300, device=DEVICE)
+    state = fresh_state(param, FORMATS["8bit"])
+    grad = torch.where(torch.arange(300) % 2 == 0, 1.0, 1e-20).to(DEVICE)
+    step_triton.step([param], [grad], [state], Hyper(1e-3, 0.9, 0.999, 0.0, 0.0), FORMATS["8bit"], cache={})
+    assert (param - 1).abs().max() <= 1.1e-3
+
+
+@pytest.mark.parametrize("tuning", [Tuning(), Tuning(lanes=False), Tuning(tile=1024, num_warps=2, prefetch=True)])
+def test_ways_to_cut_a_step(tuning: Tuning) -> None:
+    """Tile, warps, the way 8-bit codes are decoded: the results are those of the reference."""
+    fmt = FORMATS["8bit"]
+    param, grad = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(DEVICE), _grad(3000, 1).to(DEVICE)
+    state, cache = fresh_state(param, fmt), {}
+    for _ in range(2):
+        expected = reference(param, grad, state, HYPER, fmt)
+        step_triton.step([param], [grad], [state], HYPER, fmt, cache=cache, tuning=tuning)
+        check_agreement(param, state, expected, fmt)
 
 
 def test_tensor_hyper_parameters() -> None:
