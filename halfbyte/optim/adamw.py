@@ -24,7 +24,7 @@ from halfbyte.optim.formats import FORMATS, StateFormat
 from halfbyte.optim.hyper import Hyper
 from halfbyte.optim.kernels.step import step as fused_step
 from halfbyte.optim.loading import load_groups, load_state, load_states
-from halfbyte.optim.offload import step_offloaded, to_host
+from halfbyte.optim.offload import Streams, step_offloaded, to_host
 from halfbyte.optim.plan import Plan
 from halfbyte.optim.rounding import param_seed
 from halfbyte.optim.saving import pack_state_dict
@@ -94,6 +94,7 @@ class AdamW(Optimizer):
         }
         self._caches: list[dict] = []  # of each group: its plan and the kernels' tables; never saved
         self._known_states: list[int] = []
+        self._streams: dict[torch.device, Streams] = {}
         super().__init__(params, defaults)
         if isinstance(lr, Tensor):  # a scheduler writes into the group's tensor; defaults stay what was asked for
             self.defaults["lr"] = lr.detach().clone()
@@ -122,7 +123,7 @@ class AdamW(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._caches, self._known_states = [{} for _ in self.param_groups], []
+        self._caches, self._known_states, self._streams = [{} for _ in self.param_groups], [], {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -159,6 +160,9 @@ class AdamW(Optimizer):
         cache  a dict that the caller keeps for this parameter.
         place  the parameter's place among all of the optimizer's.
         """
+        plan = cache.get("plan")
+        if plan is not None and plan.states[0] is not self.state.get(param):  # a checkpoint was loaded
+            cache.clear()
         self._step_params([param], [param.grad], [place], group, cache)
 
     def _step_params(
@@ -186,7 +190,7 @@ class AdamW(Optimizer):
             own_counters = None if counters is None else [counters[i] for i in members]
             fused_step(own, own_grads, states, counters=own_counters, **arguments)
 
-        step_offloaded(locals_, grads, plan.states, step, cache)
+        step_offloaded(locals_, grads, plan.states, step, self._streams)
 
     def _plan(self, params: list[Tensor], grads: list[Any], places: Sequence[int], group: dict[str, Any]) -> Plan:
         """What a step over these parameters needs and the next one can use again."""
@@ -236,8 +240,10 @@ class AdamW(Optimizer):
             fresh = new_state(local_tensor(param), fmt, amsgrad=group["amsgrad"])
             state.update(to_host(fresh) if group["offload_states"] else fresh)
         elif "exp_avg_scale" in state and not self._is_in_memory_form(param, state, group):
-            # ZeroRedundancyOptimizer puts the entries of a state dict into `state` without asking load_state_dict
+            # ZeroRedundancyOptimizer puts a state dict's entries into `state` itself, and `step` on the CPU
             state.update(load_state(param, dict(state), self._format(group["block_size"]), group, set()))
+        if state["step"].device != local_tensor(param).device:
+            state["step"] = state["step"].to(local_tensor(param).device, torch.float32)
         if group["amsgrad"] and "max_exp_avg_sq" not in state:  # switched on after the first step
             fmt = self.group_format(param, group) if "exp_avg_scale" in state else None
             fresh = new_moment(local_tensor(param), fmt, moment_names(True)[-1])
@@ -264,9 +270,8 @@ class AdamW(Optimizer):
 
     def synchronize(self) -> None:
         """Wait for offloaded states that are still on their way to CPU memory; `state_dict` does so itself."""
-        for cache in self._caches:
-            if "streams" in cache:
-                cache["streams"].synchronize()
+        for streams in self._streams.values():
+            streams.synchronize()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -277,6 +282,7 @@ class AdamW(Optimizer):
         parameter's dtype, which rounds fp32 moments of a bf16 parameter and ruins codes.
         raises  ValueError when groups or shapes do not fit, or the state was written by a newer version.
         """
+        self.synchronize()
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict

@@ -116,24 +116,28 @@ def step_offloaded(
     grads: Sequence[Tensor],
     states: Sequence[State],
     step: Callable[[list[Tensor], list[Tensor], list[State], list[int]], Any],
-    cache: dict,
+    streams_of: dict[torch.device, Streams],
     limit_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Step parameters of one device (a group's first) whose states lie in CPU memory.
+    """Step parameters whose states lie in CPU memory, one device after the other.
 
     step    called with (params, grads, device states, places in the lists) for one bucket after the other.
-    cache   keeps the streams from step to step, under "streams".
+    streams_of  keeps each device's streams from step to step.
     """
-    if "streams" not in cache:
-        cache["streams"] = Streams(params[0].device)
-    streams = cache["streams"]
-    streams.begin()
-    runs = list(buckets(states, limit_bytes))
-    coming = [streams.copy_in(states[i]) for i in runs[0]]
-    for place, run in enumerate(runs):
-        here = coming
-        streams.before_step(here)
-        if place + 1 < len(runs):  # issued before the step, so that the copy runs beside it
-            coming = [streams.copy_in(states[i]) for i in runs[place + 1]]
-        step([params[i] for i in run], [grads[i] for i in run], here, run)
-        streams.copy_out(here, [states[i] for i in run])
+    by_device: dict[torch.device, list[int]] = {}
+    for i, param in enumerate(params):
+        by_device.setdefault(param.device, []).append(i)
+    for device, members in by_device.items():
+        if device not in streams_of:
+            streams_of[device] = Streams(device)
+        streams = streams_of[device]
+        streams.begin()
+        runs = [[members[i] for i in run] for run in buckets([states[i] for i in members], limit_bytes)]
+        coming = [streams.copy_in(states[i]) for i in runs[0]]
+        for place, run in enumerate(runs):
+            here = coming
+            streams.before_step(here)
+            if place + 1 < len(runs):  # issued before the step, so that the copy runs beside it
+                coming = [streams.copy_in(states[i]) for i in runs[place + 1]]
+            step([params[i] for i in run], [grads[i] for i in run], here, run)
+            streams.copy_out(here, [states[i] for i in run])

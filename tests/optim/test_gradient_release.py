@@ -1,5 +1,7 @@
 """Stepping inside backward gives the same weights, and no more than one gradient at a time."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,12 @@ def test_same_as_stepping_afterwards(cls: type) -> None:
         for scheduler in schedulers:
             scheduler.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert states_equal(released, plain)
+    released.load_state_dict(copy.deepcopy(plain.state_dict()))  # a load in between is noticed
+    for optimizer, m in ((released, model), (plain, other)):
+        loss_of(m, 5).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     assert states_equal(released, plain)
     release.remove()
     loss_of(model, 9).backward()
