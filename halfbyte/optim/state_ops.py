@@ -24,6 +24,9 @@ from torch import Tensor
 
 from halfbyte.optim.formats import SCALE_MIN, StateFormat, codebook, midpoints, top_code, zero_code
 
+PIECE = 2**22
+"""Values that `quantize` works on at a time."""
+
 
 @lru_cache
 def _carry_table(name: str, signed: bool, device: torch.device) -> Tensor:
@@ -114,11 +117,21 @@ def quantize(x: Tensor, fmt: StateFormat, *, signed: bool, bad: Tensor | None = 
     """
     if x.numel() == 0:
         return x.new_empty(0, dtype=torch.uint8), x.new_empty(0)
+    if x.numel() > max(PIECE, _piece(fmt)):  # bounds the temporaries when a checkpoint is converted
+        pieces = x.split(_piece(fmt))
+        bads = [None] * len(pieces) if bad is None else bad.split(_piece(fmt))
+        parts = [quantize(piece, fmt, signed=signed, bad=b) for piece, b in zip(pieces, bads, strict=True)]
+        return torch.cat([codes for codes, _ in parts]), torch.cat([scale for _, scale in parts])
     bad = ~x.isfinite() if bad is None else bad
     x = x.masked_fill(bad, 0.0) if signed else x.masked_fill(bad, 0.0).abs()  # -0.0 becomes 0.0
     codes, scale = _encode(x, block_amax(x, fmt.block_size, signed=signed), fmt, signed=signed)
     codes.masked_fill_(bad, zero_code(fmt.name, signed) if signed else top_code(fmt.name))
     return (pack(codes) if fmt.bits == 4 else codes), scale
+
+
+def _piece(fmt: StateFormat) -> int:
+    """About half of PIECE, in whole blocks and bytes."""
+    return 2 * fmt.block_size * max(1, PIECE // (4 * fmt.block_size))
 
 
 def quantize_finite(x: Tensor, amax: Tensor, fmt: StateFormat, *, signed: bool) -> tuple[Tensor, Tensor]:

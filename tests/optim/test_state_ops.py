@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfbyte.optim.formats import FORMATS, SCALE_MIN, codebook, midpoints
-from halfbyte.optim.state_ops import block_amax, dequantize, nearest_code, quantize
+from halfbyte.optim.state_ops import PIECE, block_amax, dequantize, nearest_code, quantize
 
 BOTH = [(name, signed) for name in FORMATS for signed in (True, False)]
 TABLES = [(name, signed) for name, signed in BOTH if name != "fp8"]
@@ -100,3 +100,18 @@ def test_a_value_that_is_not_finite_touches_no_neighbour(name: str, signed: bool
 def test_block_amax_of_tails() -> None:
     assert block_amax(torch.tensor([1.0, -3.0, 2.0]), 2).tolist() == [3.0, 2.0]
     assert block_amax(torch.tensor([-1.0]), 256).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("name, block_size", [("8bit", 256), ("4bit", 33), ("fp8", 2**20), ("8bit", 2**23)])
+def test_long_tensors_are_quantized_piece_by_piece(name: str, block_size: int) -> None:
+    """A little more than a piece: the pieces' codes and scales are those of the blocks on their own."""
+    fmt = FORMATS[name].with_block_size(block_size)
+    x = torch.randn(PIECE + 77, generator=torch.Generator().manual_seed(0))
+    x[-1] = torch.nan
+    codes, scale = quantize(x, fmt, signed=True)
+    assert scale.numel() == fmt.num_blocks(x.numel()) and codes.numel() == fmt.num_bytes(x.numel())
+    decoded = dequantize(codes, scale, fmt, x.numel(), signed=True)
+    start = (x.numel() - 1) // (2 * block_size) * 2 * block_size
+    tail = dequantize(*quantize(x[start:], fmt, signed=True), fmt, x.numel() - start, signed=True)
+    assert torch.equal(decoded[start:], tail) and decoded[-1] == 0
+    assert (decoded[:-1] - x[:-1]).abs().max() <= 0.13 * x[:-1].abs().max()
