@@ -92,6 +92,7 @@ def step(
         plan = cache.get("plan")
         if plan is None or not plan.fits(params, grads, states, counters):
             plan = cache["plan"] = _plan(params, grads, states, counters, fmt, tuning)
+        plan.keep_for_current_stream()
         _launch_prepare(plan, hyper, grad_scale, found_inf)
         flags = {
             "HAS_FOUND_INF": found_inf is not None,

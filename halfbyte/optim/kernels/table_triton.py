@@ -108,6 +108,7 @@ class Plan:
         self.scalars = torch.empty(len(rows), 16, dtype=torch.float32, device=self.device)
         self._spare: Tensor | None = self._pinned(torch.zeros(len(rows), dtype=torch.int64, device="cpu"))
         self._captured: list[Tensor] = []
+        self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     @staticmethod
     def _key(params: Sequence[Tensor], states: Sequence[State], counters: Sequence[Counter] | None) -> tuple:
@@ -150,6 +151,16 @@ class Plan:
             self.grads.copy_(self._pinned(fresh), non_blocking=True)
         self.grad_key = pointers
 
+    def keep_for_current_stream(self) -> None:
+        """Tell the allocator that this stream reads the tables, which were made on another, if so."""
+        if self._stream is None or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._stream:
+            for tensor in (self.table, self.grads, self.scalars, *(launch.chunk_tensor for launch in self.launches)):
+                tensor.record_stream(stream)
+            self._stream = stream
+
     def _pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
 
@@ -160,13 +171,14 @@ class Plan:
         """Cut the members into chunks; writes each one's first chunk into its row."""
         if kind.tails:
             return Launch(kind, self._upload(torch.tensor(members, dtype=torch.int32, device="cpu")), 1)
-        numels = [rows[i][NUMEL] for i in members]
-        chunk_tensor: list[int] = []
-        for i, numel in zip(members, numels, strict=True):
-            rows[i][FIRST_CHUNK] = len(chunk_tensor)
-            tiles = numel // cut.tile if kind.quantized else -(-numel // cut.tile)
-            chunk_tensor += [i] * -(-tiles // cut.tiles)
-        return Launch(kind, self._upload(torch.tensor(chunk_tensor, dtype=torch.int32, device="cpu")), cut.tiles)
+        counts: list[int] = []
+        for i in members:
+            rows[i][FIRST_CHUNK] = sum(counts)
+            tiles = rows[i][NUMEL] // cut.tile if kind.quantized else -(-rows[i][NUMEL] // cut.tile)
+            counts.append(-(-tiles // cut.tiles))
+        places = torch.tensor(members, dtype=torch.int32, device="cpu")
+        chunk_tensor = places.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+        return Launch(kind, self._upload(chunk_tensor), cut.tiles)
 
 
 def _moment_pointers(state: State) -> list[int]:
