@@ -5,8 +5,9 @@
 Two sets of parameters, fp32 and bf16: the LoRA factors of Llama-3.1-8B (448 tensors, 42e6 values) and 64e6 values in
 one tensor. All optimizers live in one process and step turn by turn, so that a busy machine slows all of them; the
 figures are the median and the least of the rounds. On a busy machine take --threads 1: OpenMP's threads wait for each
-other at the end of every tensor, so torch's figures explode when one of them is not scheduled. torchao's, whose steps take seconds, get fewer rounds. First steps
-are timed in processes of their own: with an empty kernel cache, then with the cache that the former left.
+other at the end of every tensor, so torch's figures explode when one of them is not scheduled. torchao's, whose steps
+take seconds, get fewer rounds. First steps are timed in processes of their own: with an empty kernel cache, then with
+the cache that the former left.
 """
 
 import argparse
@@ -96,8 +97,9 @@ def measure(params: list[nn.Parameter], rounds: int, slow_rounds: int) -> dict[s
         "torch AdamW(foreach=True)": torch.optim.AdamW(params, foreach=True).step,
     }
     steps |= {f"halfbyte {OURS[name]}": fast_step(params, name) for name in OURS}
-    plain = {f"halfbyte {OURS[name]}, plain path": plain_step(params, name) for name in OURS}
-    slow = plain | (peer_steps(params) if slow_rounds else {})
+    slow: dict[str, Step] = {}
+    if slow_rounds:
+        slow = {f"halfbyte {OURS[name]}, plain path": plain_step(params, name) for name in OURS} | peer_steps(params)
     seconds: dict[str, list[float]] = {label: [] for label in (*steps, *slow)}
     for label, step in (steps | slow).items():
         start = time.perf_counter()

@@ -137,8 +137,8 @@ def main() -> None:
         "# Gradient release and offloaded states: memory and time of a training step",
         "",
         f"{machine}; Python {platform.python_version()}, torch {torch.__version__}; commit {commit or 'unknown'}. "
-        f"{num_params / 1e9:.2f}e9 bf16 parameters in {3 * args.layers} tensors, {args.tokens} tokens; peak and time of "
-        f"a whole step (forward, backward, optimizer), median of {args.steps - 2}.",
+        f"{num_params / 1e9:.2f}e9 bf16 parameters in {3 * args.layers} tensors, {args.tokens} tokens; peak and time "
+        f"of a whole step (forward, backward, optimizer), median of {args.steps - 2}.",
         "",
         "| | peak GB | at rest GB | bytes a parameter at the peak | ms a step | loss after the last |",
         "|---|---|---|---|---|---|",
