@@ -23,8 +23,12 @@ INT64 = ir.IntType(64)
 
 def has_permutes() -> bool:
     """Whether the host has AVX-512 VBMI and numba compiles for the host."""
-    asked_for_another = getattr(config, "CPU_NAME", None) or getattr(config, "CPU_FEATURES", None)
-    return not asked_for_another and bool(llvm.get_host_cpu_features().get("avx512vbmi"))
+    if getattr(config, "CPU_NAME", None) or getattr(config, "CPU_FEATURES", None):  # numba was told another CPU
+        return False
+    try:
+        return bool(llvm.get_host_cpu_features().get("avx512vbmi"))
+    except RuntimeError:  # LLVM cannot tell on some platforms
+        return False
 
 
 def planes_of(table: np.ndarray) -> np.ndarray:
