@@ -11,7 +11,7 @@ import torch
 from halfbyte.checkpoint.detect import detect, read_config
 from halfbyte.checkpoint.hub import local_folder
 from halfbyte.parallel.agree import world_size
-from halfbyte.parallel.deepspeed import check_config, read_deepspeed_config
+from halfbyte.parallel.deepspeed import check_config, read_deepspeed_config, stage_of
 from halfbyte.train.config import TrainConfig
 
 
@@ -25,13 +25,19 @@ def check_launch() -> None:
         )
 
 
-def check_deepspeed(path: str, device: torch.device) -> None:
+def check_deepspeed(path: str, device: torch.device, *, merge_aware: bool) -> None:
     """See that DeepSpeed can be used as its config says.
 
     raises   FileNotFoundError or ValueError for the file, ImportError without the package, ValueError outside of a
-             launch, and on several CPUs: Accelerate, which runs it for `Trainer`, knows DeepSpeed on GPUs only.
+             launch, on several CPUs (Accelerate, which runs it for `Trainer`, knows DeepSpeed on GPUs only), and for
+             merge-aware runs in stage 3 (the digest of the merged weights would need the whole base on one rank).
     """
-    check_config(read_deepspeed_config(path))
+    stage = stage_of(check_config(read_deepspeed_config(path)))
+    if stage == 3 and merge_aware:
+        raise ValueError(
+            f"{path}: ZeRO-3 and merge_aware do not go together in `halfbyte train`; use stage 2, or plain LoRA and a "
+            "dithered merge, or deepspeed.initialize in your own script (docs/engines.md)"
+        )
     if importlib.util.find_spec("deepspeed") is None:
         raise ImportError("deepspeed is not installed; install it with: pip install 'halfbyte[deepspeed]'")
     if "RANK" not in os.environ:

@@ -114,7 +114,7 @@ def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
     device = build.pick_device(config)
     preflight.check_launch()
     if config.deepspeed:
-        preflight.check_deepspeed(config.deepspeed, device)
+        preflight.check_deepspeed(config.deepspeed, device, merge_aware=config.merge_aware)
     preflight.check_report_to(config.report_to)
     folder = preflight.base_folder(config)
     preflight.check_sequence_len(folder, config.sequence_len)

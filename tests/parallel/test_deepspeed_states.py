@@ -20,7 +20,7 @@ from tests.parallel import zero
 from tests.parallel.test_deepspeed import TIMEOUT, built  # noqa: F401 - the fixture that compiles the op
 from tests.parallel.training import STEPS, Case, error, make, one_process
 
-pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.timeout(1200)  # the first test waits for a compiler
 SAVED_AT = 2
 
 
@@ -61,8 +61,14 @@ def load_and_go_on(name: str, stage: int, folder: str) -> dict[str, Tensor]:
     return gather_trainable(engine.module)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+CASES = [(stage, name) for stage in (1, 2, 3) for name in ("AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8")]
+QUICK = {(2, "AdamW8bit"), (3, "AdamW"), (3, "AdamW8bit"), (3, "AdamW4bit")}
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
+)
 def test_resumed_equals_uninterrupted(stage: int, name: str, tmp_path: Path) -> None:
     (end, distance, low), _ = run(2, save_in_the_middle, name, stage, str(tmp_path), timeout=TIMEOUT)
     assert low == (name != "AdamW")

@@ -4,6 +4,8 @@ N + M steps equal N, save, load, M bit for bit on the same ranks. On other ranks
 so the adapter agrees to fp32 rounding; the loaded factors themselves are equal bits.
 """
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ import halfbyte.optim
 from halfbyte.parallel.fsdp2 import fsdp2
 from halfbyte.parallel.mesh import data_mesh
 from halfbyte.parallel.sharded_checkpoint import load_sharded, save_sharded
-from tests.dist import run
+from tests.dist import outcomes, run
+from tests.parallel.models import trainable
 from tests.parallel.test_agree import text_of_error
 from tests.parallel.test_fsdp2 import gathered
 from tests.parallel.training import STEPS, Case, error, forward_backward, make
@@ -92,6 +95,25 @@ def test_saved_on_two_loaded_on_two_and_four(name: str, tmp_path: Path) -> None:
     assert error(resumed, end) < (1e-5 if name == "AdamW" else 0.2)
 
 
+def load_on_one_process(name: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The same checkpoint in a plain model that nothing shards."""
+    model = make(Case())
+    optimizer = make_optimizer(name, model)
+    step = int(load_sharded(folder, model, optimizer, step=torch.tensor(0))["step"])
+    at_load = trainable(model)
+    take_steps(model, optimizer, range(step, STEPS))
+    return at_load, trainable(model)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
+def test_saved_on_two_loaded_by_one_process(name: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "step")
+    at_save, end, _ = run(2, save_in_the_middle, name, folder)[0]
+    ((at_load, resumed),) = run(1, load_on_one_process, name, folder)
+    assert error(at_load, at_save) == 0
+    assert error(resumed, end) < (1e-5 if name == "AdamW" else 0.2)
+
+
 class Unwritable:
     """A part of the state that cannot be written on rank one."""
 
@@ -120,6 +142,26 @@ def test_a_failed_save_is_the_error_of_all_and_keeps_the_last(tmp_path: Path) ->
         assert kind == "RuntimeError" and "No space left on device" in text
     assert zero[1] == one[1] and "rank 1: OSError" in zero[1][1]
     run(2, load_and_go_on_from_the_start, str(folder))
+
+
+def killed_while_saving(folder: str) -> None:
+    """Rank one is killed while its shards are collected for the second save."""
+    model, optimizer = sharded("AdamW")
+    take_steps(model, optimizer, range(SAVED_AT))
+    save_sharded(folder, model, optimizer, step=torch.tensor(SAVED_AT))
+    take_steps(model, optimizer, range(SAVED_AT, STEPS))
+    if dist.get_rank() == 1:
+        optimizer.register_state_dict_pre_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    save_sharded(folder, model, optimizer, step=torch.tensor(STEPS))
+
+
+def test_killed_while_saving_and_resumed_is_the_same_run(tmp_path: Path) -> None:
+    _, expected, _ = run(2, save_in_the_middle, "AdamW", str(tmp_path / "whole"))[0]
+    results = outcomes(2, killed_while_saving, str(tmp_path / "step"), grace=1)
+    assert results[1].exitcode == -signal.SIGKILL
+    for _, resumed, step in run(2, load_and_go_on, "AdamW", str(tmp_path / "step")):
+        assert step == SAVED_AT
+        assert error(resumed, expected) == 0
 
 
 def load_and_go_on_from_the_start(folder: str) -> None:

@@ -17,7 +17,7 @@ from tests.parallel.test_train_ddp import EXAMPLES_PER_STEP, adapter_of, losses
 from tests.parallel.training import error
 from tests.train import tiny
 
-pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.timeout(1200)  # the first test waits for a compiler
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,23 @@ def test_equals_a_run_without_deepspeed_and_resumes(stage: int, settings, tmp_pa
 def test_several_cpus_are_refused_before_loading(settings, tmp_path) -> None:
     zero_, one = run(2, train_rank, settings, str(tmp_path / "out"), 2, timeout=TIMEOUT)
     assert zero_ == one and "several CPU processes cannot share a run" in zero_
+
+
+def merge_aware_rank(settings: dict[str, Any], output_dir: str, stage: int) -> str:
+    return train_rank(settings, output_dir, stage, merge_aware=True)
+
+
+def test_merge_aware_under_zero3_is_refused_before_loading(settings, tmp_path) -> None:
+    (text,) = run(1, merge_aware_rank, settings, str(tmp_path / "out"), 3, timeout=TIMEOUT)
+    assert "ZeRO-3 and merge_aware do not go together" in text
+    assert run(1, merge_aware_rank, settings, str(tmp_path / "two"), 2, timeout=TIMEOUT) == [""]
+
+
+def test_deepspeed_outside_of_a_launch_is_refused(settings, tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    with pytest.raises(ValueError, match="not part of a launch; start it with: torchrun"):
+        train(build_config({**settings, "output_dir": str(tmp_path / "out"), "deepspeed": str(tmp_path / "zero.json")}))
 
 
 @pytest.mark.parametrize("version", ["1", "2"])

@@ -1,5 +1,6 @@
 """A training run under DeepSpeed ZeRO on CPU ranks, and its adapter, gathered."""
 
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from tests.parallel.models import batch, loss_of
 from tests.parallel.training import STEPS
 
 # DeepSpeed compiles one small op at its first use. It lives in the virtual environment, apart from any other user's.
-EXTENSIONS = Path(sys.prefix, "torch_extensions")
+VERSIONS = "-".join(importlib.metadata.version(package) for package in ("torch", "deepspeed"))
+EXTENSIONS = Path(sys.prefix, "torch_extensions", VERSIONS)
+OP = EXTENSIONS / "deepspeed_shm_comm" / "deepspeed_shm_comm.so"
 
 
 def environment() -> dict[str, str]:
