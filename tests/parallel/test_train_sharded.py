@@ -59,9 +59,9 @@ def train_and_resume(settings: dict[str, Any], folder: str, stage: int) -> None:
     assert train_rank(settings, f"{folder}/resumed", stage, resume_from_checkpoint=checkpoint) == ""
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_equals_a_run_without_deepspeed_and_resumes(stage: int, settings, tmp_path) -> None:
-    """One rank: on a CPU, Accelerate knows no more (two GPUs: benchmarks/zero.py)."""
+    """One rank: on a CPU, Accelerate knows no more."""
     alone, whole, resumed = tmp_path / "alone", tmp_path / "whole", tmp_path / "resumed"
     assert train_rank(settings, str(alone), None) == ""
     run(1, train_and_resume, settings, str(tmp_path), stage, timeout=TIMEOUT)
