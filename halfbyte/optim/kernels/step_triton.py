@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfbyte.optim.checks import check_states
 from halfbyte.optim.formats import StateFormat
 from halfbyte.optim.hyper import Hyper
 from halfbyte.optim.kernels.codec_triton import BIN_BITS, STRETCH, codec_tables
@@ -37,11 +38,14 @@ State = dict[str, Tensor]
 
 
 class Tuning(NamedTuple):
-    """How the quantized tensors are cut; benchmarks/optim.py measures what suits a GPU.
+    """How the quantized tensors are cut into programs; benchmarks/optim.py --tune measures what suits a GPU.
 
-    tile         values a program steps at a time (at least one block), in `num_warps` warps.
-    fold         pieces of a block, see tile_triton.py.
-    chunk        values a program steps.
+    tile       values a program steps at a time (at least one block), in `num_warps` warps.
+    fold       pieces of a block that share a thread, see tile_triton.py.
+    chunk      values a program steps.
+    lanes      8-bit codes are decoded by shuffles, not by lookups.
+    prefetch   the next tile is loaded ahead.
+    maxnreg    registers a thread may take.
     """
 
     tile: int = 256
@@ -50,9 +54,11 @@ class Tuning(NamedTuple):
     chunk: int = 4096
     lanes: bool = True
     prefetch: bool = False
+    maxnreg: int | None = None
 
 
-TUNINGS = {"8bit": Tuning(), "4bit": Tuning(), "fp8": Tuning(tile=1024, num_warps=2)}
+TUNINGS = {"8bit": Tuning(), "4bit": Tuning(prefetch=True), "fp8": Tuning(tile=1024, num_warps=2)}
+"""For an H200; benchmarks/results says which of it was measured."""
 
 
 def unavailable(device: torch.device, fmt: StateFormat, hyper: Hyper) -> str | None:
@@ -134,6 +140,7 @@ def _plan(
             "the optimizer's tables must be built before a CUDA graph is captured. Run one step with the same "
             "parameters on the side stream first, as torch asks for every optimizer."
         )
+    check_states(params, states, fmt)
     tile = _tile(fmt, tuning)[1] * fmt.block_size
     chunking = {True: Chunking(tile, max(1, tuning.chunk // tile)), False: Chunking(PLAIN_TILE, 4)}
     plan = Plan(params, grads, states, counters, chunking)
@@ -196,7 +203,8 @@ def _launch_blocks(
         STRETCH_M=STRETCH.get((name, True), 1.0), BITS_M=BIN_BITS.get((name, True), 0),
         STRETCH_V=STRETCH.get((name, False), 1.0), BITS_V=BIN_BITS.get((name, False), 0),
         HAS_GRAD_FACTOR=has_grad_factor, LANES=tuning.lanes, PREFETCH=tuning.prefetch,
-        num_warps=max(tuning.num_warps, min(8, fold * width // 512)), **flags,
+        
+        num_warps=max(tuning.num_warps, min(8, fold * width // 512)), maxnreg=tuning.maxnreg, **flags,
     )  # fmt: skip
 
 
