@@ -203,7 +203,7 @@ def _launch_blocks(
         STRETCH_M=STRETCH.get((name, True), 1.0), BITS_M=BIN_BITS.get((name, True), 0),
         STRETCH_V=STRETCH.get((name, False), 1.0), BITS_V=BIN_BITS.get((name, False), 0),
         HAS_GRAD_FACTOR=has_grad_factor, LANES=tuning.lanes, PREFETCH=tuning.prefetch,
-        
+
         num_warps=max(tuning.num_warps, min(8, fold * width // 512)), maxnreg=tuning.maxnreg, **flags,
     )  # fmt: skip
 
