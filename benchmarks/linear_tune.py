@@ -44,24 +44,23 @@ def elementwise(raw: list[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
     rows = []
     for warps in (2, 4, 8):
         rows.append(trial("dequantize", dequantize_triton, {"NUM_WARPS": warps, "BLOCK_WORDS": 32 * warps}, decode))
-    for warps, blocks in ((4, 64), (4, 128), (4, 256), (8, 256), (2, 64)):
+    for warps, blocks in ((4, 128), (2, 64), (1, 32), (2, 128)):
         sizes = {"NUM_WARPS": warps, "NUM_BLOCKS": blocks}
         rows.append(trial("quantize", quantize_triton, sizes, over(weights, quantize_triton.quantize, scale)))
-    for warps, num_rows in ((4, 2), (4, 4), (4, 8), (2, 4), (8, 4)):
-        rows.append(trial("snap", snap_triton, {"NUM_WARPS": warps, "WORDS": 32 * warps, "ROWS": num_rows}, snap))
+    for warps, num_rows, words in ((4, 64, 32), (4, 32, 32), (4, 64, 16), (4, 32, 64), (8, 64, 64), (2, 32, 32)):
+        rows.append(trial("snap", snap_triton, {"NUM_WARPS": warps, "WORDS": words, "ROWS": num_rows}, snap))
     return rows
 
 
 def few_rows(raw: list[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
     """The two products."""
     rows = []
-    for m in (1, 2, 4):
-        x = random(m, K)
-        calls: list[Call] = [partial(matvec_triton.matvec, x, *parts, None) for parts in raw]
-        for warps, rows_n in ((4, 4), (4, 8), (4, 16), (8, 8), (2, 8)):
-            sizes = {"NUM_WARPS": warps, "BLOCKS": 32 * warps, "ROWS_N": rows_n}
-            rows.append(trial(f"matvec, {m} rows", matvec_triton, sizes, calls))
-    for m in (1, 2, 4, 8, 16, 64):
+    x = random(1, K)
+    calls: list[Call] = [partial(matvec_triton.matvec, x, *parts, None) for parts in raw]
+    for warps, num_rows in ((4, 4), (4, 8), (4, 16), (8, 8), (2, 8)):
+        sizes = {"NUM_WARPS": warps, "BLOCKS": 32 * warps, "ROWS": num_rows}
+        rows.append(trial("matvec", matvec_triton, sizes, calls))
+    for m in (2, 16, 64):
         x = random(m, K)
         calls = [partial(small_matmul_triton.small_matmul, x, *parts, None) for parts in raw]
         for block_n, blocks, stages, programs in SMALL:
@@ -71,7 +70,7 @@ def few_rows(raw: list[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
     return rows
 
 
-SMALL = ((64, 16, 3, 4), (64, 16, 3, 8), (64, 16, 4, 8), (64, 32, 3, 4), (128, 16, 3, 4))
+SMALL = ((64, 16, 3, 4), (64, 16, 3, 8), (64, 16, 2, 8), (64, 32, 2, 8), (128, 16, 3, 4), (64, 16, 4, 16))
 
 
 def main() -> None:

@@ -7,7 +7,8 @@
 
 PEFT's forward makes five functions of it: it keeps x twice when the factors are fp32 and x is not (a cast copy), and
 passes four times more over the [M, N] output. Here x and t are kept (and the mask, one byte a value, where there is
-dropout); the adapter is added into the product's own memory; whatever has M rows stays in x's dtype, and the factors,
+dropout); the adapter's part is written first and the large product added to it, which costs least: a large product
+waits for arithmetic and reads what it adds to meanwhile. Whatever has M rows stays in x's dtype, and the factors,
 small, are cast to it. The gradients of fp32 factors come out of the product in fp32.
 
 Accuracy: with x in bf16, the factors enter as bf16, as they do under autocast; in fp32 nothing is rounded.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.nvfp4.dequantize import decode
-from halfbyte.nvfp4.frozen_product import frozen_product
+from halfbyte.nvfp4.frozen_product import frozen_product, is_few
 from halfbyte.nvfp4.matmul import autocast_dtype
 
 
@@ -44,8 +45,13 @@ class LoraMatmul(torch.autograd.Function):
     ) -> Tensor:
         dropped, mask = (x, None) if p == 0 else torch.native_dropout(x, p, True)
         t = dropped @ lora_A.to(x.dtype).T
-        y = frozen_product(x, qdata, scale, global_scale, None if bias is None else bias.to(x.dtype))
-        y.addmm_(t, lora_B.to(x.dtype).T, alpha=scaling)
+        scaled_B = (lora_B * scaling).to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
+        if is_few(x):
+            y = frozen_product(x, qdata, scale, global_scale, bias).addmm_(t, scaled_B.T)
+        else:
+            y = t @ scaled_B.T if bias is None else torch.addmm(bias, t, scaled_B.T)
+            y.addmm_(x, decode(qdata, scale, global_scale, x.dtype).T)
         ctx.save_for_backward(x, t, mask, lora_A, lora_B, qdata, scale, global_scale)
         ctx.scaling, ctx.p = scaling, p
         return y
@@ -59,16 +65,14 @@ class LoraMatmul(torch.autograd.Function):
         if needs_B:
             grad_B = product(g.T, t, lora_B.dtype).mul_(ctx.scaling)
         if needs_A or needs_x:
-            u = (g @ lora_B.to(g.dtype)).mul_(ctx.scaling)
+            u = g @ (lora_B * ctx.scaling).to(g.dtype)
         if needs_A:
             dropped = x if mask is None else drop(x, mask, ctx.p)
             grad_A = product(u.T, dropped, lora_A.dtype)
         if needs_x:
-            grad_x = g @ decode(*components, g.dtype)
-            if mask is None:
-                grad_x.addmm_(u, lora_A.to(g.dtype))
-            else:
-                grad_x += drop(u @ lora_A.to(g.dtype), mask, ctx.p)
+            grad_x = u @ lora_A.to(g.dtype)
+            grad_x = grad_x if mask is None else drop(grad_x, mask, ctx.p)
+            grad_x.addmm_(g, decode(*components, g.dtype))
         return grad_x, grad_A, grad_B, None, None, None, None, None, None
 
 

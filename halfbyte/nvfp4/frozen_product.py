@@ -15,8 +15,12 @@ from halfbyte.nvfp4.dequantize import decode_reference
 from halfbyte.nvfp4.format import bytes_to_float
 from halfbyte.nvfp4.kernels.available import has_triton
 
-MATVEC_ROWS = 4  # up to here kernels/matvec_triton.py, beyond it small_matmul_triton.py
 SMALL_ROWS = 64
+
+
+def is_few(x_MK: Tensor) -> bool:
+    """Whether a kernel reads the 4-bit weight itself for these rows, instead of a library a decoded one."""
+    return x_MK.is_cuda and x_MK.dtype in (torch.bfloat16, torch.float16) and 0 < x_MK.shape[0] <= SMALL_ROWS
 
 
 @torch.library.custom_op("halfbyte::nvfp4_product", mutates_args=())
@@ -39,11 +43,11 @@ def _(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tenso
     from halfbyte.nvfp4.kernels.small_matmul_triton import small_matmul
 
     tensor_scale = bytes_to_float(global_scale)
-    rows = x.numel() // max(x.shape[-1], 1)
-    if not 0 < rows <= SMALL_ROWS or x.dtype not in (torch.bfloat16, torch.float16):
+    x_MK = x.reshape(-1, x.shape[-1])
+    if not is_few(x_MK):
         return F.linear(x, dequantize(qdata, scale, tensor_scale, x.dtype), bias)
-    kernel = matvec if rows <= MATVEC_ROWS else small_matmul
-    return kernel(x.reshape(rows, -1), qdata, scale, tensor_scale, bias).view(*x.shape[:-1], -1)
+    kernel = matvec if x_MK.shape[0] == 1 else small_matmul
+    return kernel(x_MK, qdata, scale, tensor_scale, bias).view(*x.shape[:-1], -1)
 
 
 @frozen_product.register_fake

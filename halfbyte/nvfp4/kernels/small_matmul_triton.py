@@ -3,8 +3,9 @@
 Code times block scale has at most 6 significant bits, so it is exact in bf16 and fp16, and tensor cores multiply it;
 the global scale comes after. W is the left operand (N is its M), for x has too few rows to fill one. Block j of a row
 holds columns 16j to 16j + 15: its codes go to sixteen products over j, each with every sixteenth column of x, so
-nothing is interleaved (as one product over all columns the compiler decodes each scale once a value). K is cut into
-pieces to give every multiprocessor work, and the pieces' sums are added in a fixed order.
+nothing is interleaved (as one product over all columns the compiler decodes each scale once a value). x is laid out for
+that beforehand; read in place, it took most of the time. K is cut into pieces to give every multiprocessor work, and
+the pieces' sums are added in a fixed order.
 """
 
 import torch
@@ -24,12 +25,24 @@ NUM_WARPS = 4
 BLOCK_N = 64
 BLOCKS = 16  # of sixteen columns, a step
 NUM_STAGES = 3
-PROGRAMS_PER_MULTIPROCESSOR = 4
+PROGRAMS_PER_MULTIPROCESSOR = 8
+PART_BLOCKS = 4
+
+
+@triton.jit
+def part_kernel(x_ptr, out_ptr, m, blocks_per_row, BM: tl.constexpr, BB: tl.constexpr):
+    """out[p, j, m] = x[m, 16 j + p], zero from row m on; out is [16, K/16, BM]. One program: BB blocks of columns."""
+    block = tl.program_id(0) * BB + tl.arange(0, BB)[:, None, None]
+    part = tl.arange(0, BLOCK_SIZE)[None, :, None]
+    row_m = tl.arange(0, BM)[None, None, :]
+    inside = block < blocks_per_row
+    x = tl.load(x_ptr + (row_m * blocks_per_row + block) * BLOCK_SIZE + part, mask=inside & (row_m < m), other=0.0)
+    tl.store(out_ptr + (part * blocks_per_row + block) * BM + row_m, x, mask=inside)
 
 
 @triton.jit
 def small_matmul_kernel(
-    x_ptr,
+    x_ptr,  # [16, K/16, BM], see part_kernel
     blocks_ptr,
     scale_ptr,
     partial_ptr,  # fp32 [pieces, M, N]
@@ -53,19 +66,17 @@ def small_matmul_kernel(
         block = start + tl.arange(0, BB)
         inside_block = block < last
         inside = inside_row[:, None] & inside_block[None, :]
-        x_place = (block[:, None] + row_m[None, :] * blocks_per_row) * BLOCK_SIZE
-        inside_x = inside_block[:, None] & inside_m[None, :]
-        x_parts = ()  # all loaded before the first product waits: one barrier a step, not sixteen
-        for i in tl.static_range(16):
-            x_parts = x_parts + (tl.load(x_ptr + x_place + i, mask=inside_x, other=0.0),)  # type: ignore[assignment]
         codes = tl.load(blocks_ptr + row_start + block[None, :], mask=inside, other=0)
         scale_byte = tl.load(scale_ptr + row_start + block[None, :], mask=inside, other=0)
         scale = e4m3_to_float(scale_byte.to(tl.int32)) * SCALE_OFFSET
+        x_place = block[:, None] * BM + row_m[None, :]
         for half in tl.static_range(2):
             word = (codes >> (32 * half)).to(tl.int32)
             for i in tl.static_range(8):
                 weight = e2m1_bits_to_float(word << (28 - 4 * i)) * scale
-                acc = tl.dot(weight.to(x_ptr.dtype.element_ty), x_parts[8 * half + i], acc)
+                part_ptr = x_ptr + (8 * half + i) * blocks_per_row * BM
+                x = tl.load(part_ptr + x_place, mask=inside_block[:, None], other=0.0)
+                acc = tl.dot(weight.to(x_ptr.dtype.element_ty), x, acc)
     place = tl.program_id(1).to(tl.int64) * m * n + row_m[None, :] * n + row[:, None]
     tl.store(partial_ptr + place, acc, mask=inside_row[:, None] & inside_m[None, :])
 
@@ -103,9 +114,13 @@ def small_matmul_into(
     blocks_per_row = blocks.shape[1]
     steps = triton.cdiv(triton.cdiv(blocks_per_row, BLOCKS), num_pieces(n, blocks_per_row, out.device))
     pieces = triton.cdiv(blocks_per_row, steps * BLOCKS)
+    block_m = max(16, triton.next_power_of_2(m))
+    x_parts = torch.empty(BLOCK_SIZE.value, blocks_per_row, block_m, dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(blocks_per_row, PART_BLOCKS),)
+    part_kernel[grid](x.contiguous(), x_parts, m, blocks_per_row, BM=block_m, BB=PART_BLOCKS)
     partial = torch.empty(pieces, m, n, dtype=torch.float32, device=out.device)
     small_matmul_kernel[(triton.cdiv(n, BLOCK_N), pieces)](
-        x.contiguous(),
+        x_parts,
         blocks,
         scale.contiguous(),
         partial,
@@ -113,7 +128,7 @@ def small_matmul_into(
         n,
         blocks_per_row,
         steps * BLOCKS,
-        BM=max(16, triton.next_power_of_2(m)),
+        BM=block_m,
         BN=BLOCK_N,
         BB=BLOCKS,
         num_warps=NUM_WARPS,

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte.nvfp4 import NVFP4Parts, dequantize
 from tests.nvfp4.kernels.parts import random_parts
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+TOLERANCE = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 CASES = [((1, 16), False), ((5, 48), True), ((130, 1104), True)]
 
 
@@ -38,12 +38,20 @@ def expected(parts: NVFP4Parts, x: Tensor, bias: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(("shape", "bias"), CASES, ids=str)
-@pytest.mark.parametrize("m", [1, 3])
-def test_matvec(m: int, shape: tuple[int, int], dtype: torch.dtype, bias: bool, device: str) -> None:
-    check("matvec", m, shape, dtype, bias, device)
+def test_matvec(shape: tuple[int, int], dtype: torch.dtype, bias: bool, device: str) -> None:
+    check("matvec", 1, shape, dtype, bias, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_matvec_of_a_row_that_begins_anywhere(device: str) -> None:
+    from halfbyte.nvfp4.kernels.matvec_triton import matvec
+
+    parts = random_parts(5, 48, device=device)
+    components = (parts.qdata, parts.scale.view(torch.uint8), parts.global_scale, None)
+    buffer = torch.randn(1, 49, device=device).half()
+    assert torch.equal(matvec(buffer[:, 1:], *components), matvec(buffer[:, 1:].clone(), *components))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(("shape", "bias"), CASES, ids=str)
 @pytest.mark.parametrize("m", [1, 7, 33, 64])
 def test_small_matmul(m: int, shape: tuple[int, int], dtype: torch.dtype, bias: bool, device: str) -> None:
