@@ -1,9 +1,12 @@
 """What an optimizer refuses, in a sentence each."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from halfbyte.optim.formats import StateFormat
 
 
 def check_options(group: dict[str, Any]) -> None:
@@ -54,3 +57,24 @@ def check_grad(param: Tensor, grad: Tensor) -> None:
             f"the gradient of a parameter of shape {list(param.shape)} is {grad.layout}; only dense gradients are "
             "supported. Use nn.Embedding(sparse=False), or torch.optim.SparseAdam for that parameter."
         )
+
+
+def check_states(params: Sequence[Tensor], states: Sequence[dict[str, Tensor]], fmt: StateFormat) -> None:
+    """That states lie where, and are as large as, the kernels take them to be, who go by addresses alone.
+
+    raises RuntimeError naming the first that does not: after `model.to(device)`, or when a program moved or resized
+           states by hand. Checked when a table of addresses is made, not in every step.
+    """
+    for param, state in zip(params, states, strict=True):
+        numel, quantized = param.numel(), "exp_avg_scale" in state
+        for name, value in state.items():
+            expected = 1 if name == "step" else numel
+            if quantized and name != "step":
+                expected = fmt.num_blocks(numel) if name.endswith("_scale") else fmt.num_bytes(numel)
+            kind = torch.uint8 if quantized and name != "step" and not name.endswith("_scale") else torch.float32
+            if value.device != param.device or value.numel() != expected or value.dtype != kind:
+                raise RuntimeError(
+                    f"the optimizer's {name} of a parameter of shape {list(param.shape)} on {param.device} is "
+                    f"{value.dtype} of {value.numel()} values on {value.device}; expected {kind} of {expected} there. "
+                    "Make the optimizer after moving the model, and load states with load_state_dict."
+                )

@@ -425,6 +425,17 @@ def test_channels_last_and_strided_parameters(cls: type) -> None:
     assert torch.equal(plain, last.contiguous()) and torch.equal(plain, strided.contiguous())
 
 
+@pytest.mark.parametrize("name, other", [("exp_avg", torch.zeros(7, dtype=torch.uint8)), ("step", torch.zeros(2))])
+def test_a_state_resized_by_hand_is_refused(name: str, other: torch.Tensor) -> None:
+    """The fast kernels go by addresses; on the plain path torch itself would complain."""
+    params = params_of([(64, 128)])
+    optimizer = AdamW8bit(params)
+    train(optimizer, params, 1)
+    optimizer.state[params[0]][name] = other
+    with pytest.raises(RuntimeError, match="load_state_dict|size|Scalar|scalar"):
+        train(optimizer, params, 1)
+
+
 def test_named_parameters() -> None:
     model = nn.Linear(100, 50)
     optimizer = AdamW8bit(model.named_parameters())

@@ -9,6 +9,7 @@ writable, in the user's cache folder).
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numba
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfbyte.optim.checks import check_states
 from halfbyte.optim.formats import StateFormat
 from halfbyte.optim.hyper import Hyper
 from halfbyte.optim.kernels.codec_cpu import FORMAT_CODE
@@ -117,6 +119,7 @@ def _plan(
             key += counter
     plan: Plan | None = cache.get("plan")
     if plan is None or plan.key != key:
+        check_states(params, states, fmt)
         table = np.zeros((len(params), len(COLUMNS)), np.int64)
         width = 4 + len(names)
         addresses = np.array(key[1 : 1 + width * len(params)], np.int64).reshape(-1, width)
@@ -148,7 +151,7 @@ def _cut(numels: np.ndarray, tile: int) -> tuple[np.ndarray, list[int]]:
 
 def _share_out(plan: Plan, work: Callable[[np.ndarray], None]) -> None:
     """Run `work` on every batch; threads draw the next one from a common iterator. The first error is raised."""
-    bounds = iter(list(zip([0, *plan.batches[:-1]], plan.batches, strict=True)))
+    bounds = iter(list(pairwise([0, *plan.batches])))  # none where every tensor is empty
     errors: list[BaseException] = []
 
     def draw(bounds: Iterator[tuple[int, int]]) -> None:
