@@ -138,7 +138,7 @@ def arithmetic(layers: int) -> list[tuple[str, float]]:
         ("embedding and head, bf16", 2 * 2 * VOCABULARY * HIDDEN),
         ("adapters, fp32: value and two states", 12 * adapters),
         ("inputs kept by checkpointing, bf16", 2 * tokens * HIDDEN * (layers + 1)),
-        ("logits: bf16, fp32 copy, and the fp32 log-softmax and gradient", (2 + 4 + 4 + 4) * logits),
+        ("logits and their gradient in bf16, log-softmax and its gradient in fp32", (2 + 2 + 4 + 4) * logits),
     ]
 
 

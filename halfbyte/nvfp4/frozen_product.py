@@ -1,8 +1,8 @@
 """x @ W^T with a frozen NVFP4 weight: one operator that decodes the weight, or on a GPU with few rows does not.
 
 With many rows the library's product over a decoded weight is best: decoding costs a pass over the weight, the memory
-comes from the caching allocator and goes back at once. With up to 64 rows (decoding of text) reading the weight is all
-the time there is, and a kernel that reads the 4 bits beats one that reads 16.
+comes from the caching allocator and goes back at once. With up to 32 rows (generation of text) a kernel that reads the
+4-bit weight itself is faster than the two together (measured on an H200, benchmarks/results).
 
 The choice is made inside the operator, so that torch.compile sees one call and sets no guard on the number of rows.
 """
@@ -15,7 +15,7 @@ from halfbyte.nvfp4.dequantize import decode_reference
 from halfbyte.nvfp4.format import bytes_to_float
 from halfbyte.nvfp4.kernels.available import has_triton
 
-SMALL_ROWS = 64
+SMALL_ROWS = 32
 
 
 def is_few(x_MK: Tensor) -> bool:

@@ -7,8 +7,9 @@ eight columns of a word for a few rows. The eighth-part of a word comes first in
 columns' keys are laid out so beforehand, neighbouring threads then read neighbouring values, and nothing is exchanged
 between threads. `multiple_of(..., 1)` hides from the compiler that loads could be wider (four words a thread).
 
-Limits: fp64 runs at half of fp32's rate on an A100, H100 or H200, and at 1/64 of it on consumer GPUs, where the product
-takes most of the time. Rejected: a fixed order in fp32 without fused products (equal everywhere too, but twice the
+Limits: on an H200 288 us for 14336 x 4096 at r = 16, far from the memory's floor: 160 registers leave 12 warps a
+multiprocessor, too few to hide the product's reads. Consumer GPUs run fp64 at 1/64 of their fp32 rate; there the
+product takes most of the time. A product by fp64 tensor cores is written down in docs/log.md. Rejected: a fixed order in fp32 without fused products (equal everywhere too, but twice the
 instructions here and four times the time on a CPU), and exact integers from scaled factors (a column of `up` far larger
 than its neighbours would swallow them).
 """
@@ -28,9 +29,8 @@ CODES_PER_WORD = tl.constexpr(8)
 INTEGERS_FROM = tl.constexpr(2.0**23)
 SIGNED_INTEGERS_FROM = tl.constexpr(1.5 * 2.0**23)
 NUM_WARPS = 4
-ROWS = 64
-WORDS = 32
-RANK_STEP = 16
+ROWS = 4
+WORDS = 32 * NUM_WARPS
 
 
 @triton.jit
@@ -69,33 +69,6 @@ def step_inv(scale_byte, global_scale):
 
 
 @triton.jit
-def product(
-    up_ptr,
-    down_ptr,
-    row,
-    word,
-    inside_row,
-    inside_word,
-    words_per_row,
-    r,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    BR: tl.constexpr,
-):
-    """fp64 [rows, words] of up @ down, for one part of each word: down_ptr points at the part, of [r, 8, words]."""
-    j = tl.arange(0, BR)
-    acc = tl.zeros((R, W), tl.float64)
-    for start in range(0, r, BR):
-        inside_r = start + j < r
-        up_place = row[:, None].to(tl.int64) * r + (start + j)[None, :]
-        up = tl.load(up_ptr + up_place, mask=inside_row[:, None] & inside_r[None, :], other=0.0)
-        down_place = (start + j)[:, None] * (CODES_PER_WORD * words_per_row) + word[None, :]
-        down = tl.load(down_ptr + down_place, mask=inside_r[:, None] & inside_word[None, :], other=0.0)
-        acc = tl.dot(up.to(tl.float64), down, acc, out_dtype=tl.float64)
-    return acc
-
-
-@triton.jit
 def snap_kernel(
     words_ptr,
     scale_ptr,
@@ -114,30 +87,38 @@ def snap_kernel(
     DITHER: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
-    BR: tl.constexpr,
 ):
     """One program: R rows of W words."""
     row = tl.program_id(1) * R + tl.arange(0, R)
-    word = tl.program_id(0) * W + tl.arange(0, W)
+    word = tl.multiple_of(tl.program_id(0) * W + tl.arange(0, W), 1)
     inside_row, inside_word = row < n, word < words_per_row
+    part = tl.arange(0, CODES_PER_WORD)[:, None, None]
+    down_place = part * words_per_row + word[None, None, :]  # [8, 1, W]
+    inside_down = inside_word[None, None, :]
+
+    delta = tl.zeros((CODES_PER_WORD, R, W), tl.float64)
+    for j in range(r):
+        down = tl.load(down_ptr + down_place, mask=inside_down, other=0.0)
+        up = tl.load(up_ptr + row.to(tl.int64) * r + j, mask=inside_row, other=0.0).to(tl.float64)
+        delta = tl.fma(up[None, :, None], down, delta)
+        down_ptr += CODES_PER_WORD * words_per_row
+    scaling = tl.full([], 0.0, tl.float64) + scaling_high + scaling_middle + scaling_low
+    change = (delta * scaling).to(tl.float32)
+
+    place = row[:, None].to(tl.int64) * words_per_row + word[None, :]  # [R, W]
     inside = inside_row[:, None] & inside_word[None, :]
-    place = row[:, None].to(tl.int64) * words_per_row + word[None, :]
     words = tl.load(words_ptr + place, mask=inside, other=0)
     scale_byte = tl.load(scale_ptr + place // 2, mask=inside, other=0)
-    inverse = step_inv(scale_byte, tl.load(global_scale_ptr))
-    scaling = tl.full([], 0.0, tl.float64) + scaling_high + scaling_middle + scaling_low
-    row_key = tl.load(row_keys_ptr + row, mask=inside_row & DITHER, other=0)[:, None]
-    new_words = tl.zeros((R, W), tl.int32)
-    for part in range(8):  # not unrolled: the parts' sums would all be held at once
-        part_ptr = down_ptr + part * words_per_row
-        delta = product(up_ptr, part_ptr, row, word, inside_row, inside_word, words_per_row, r, R, W, BR)
-        change = (delta * scaling).to(tl.float32)
-        base = words << (28 - 4 * part)  # the part's code in the top four bits
-        moved = signed_position(e2m1_to_float(base) + change * inverse)
-        key_place = column_keys_ptr + part * words_per_row + word
-        column_key = tl.load(key_place, mask=inside_word & DITHER, other=0)[None, :]
-        rounded = round_place(moved, row_key, column_key, DITHER)
-        new_words |= code_of(rounded, base) << (4 * part)
+    base = words[None, :, :] << (28 - 4 * part)  # each part's code in the top four bits
+    inverse = step_inv(scale_byte, tl.load(global_scale_ptr))[None, :, :]
+    moved = signed_position(e2m1_to_float(base) + change * inverse)
+    if DITHER:
+        row_key = tl.load(row_keys_ptr + row, mask=inside_row, other=0)[None, :, None]
+        column_key = tl.load(column_keys_ptr + down_place, mask=inside_down, other=0)
+        rounded = round_place(moved, row_key, column_key, True)
+    else:
+        rounded = round_place(moved, 0, 0, False)
+    new_words = tl.sum(code_of(rounded, base) << (4 * part), axis=0)
     tl.store(out_ptr + place, new_words, mask=inside)
 
 
@@ -194,9 +175,7 @@ def snap_low_rank_into(
         DITHER=dither_keys is not None,
         R=ROWS,
         W=WORDS,
-        BR=RANK_STEP,
         num_warps=NUM_WARPS,
-        num_stages=1,
         enable_fp_fusion=False,
     )
     return out
