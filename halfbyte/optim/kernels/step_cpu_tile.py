@@ -11,11 +11,17 @@ multiply-adds), so that results equal step_ref's bit for bit wherever its torch 
 """
 
 import math
+import zlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numba
 import numpy as np
 from numba import njit
 
+from halfbyte.optim import formats
+from halfbyte.optim.kernels import codec_cpu, codec_cpu_cast, codec_cpu_lookup
 from halfbyte.optim.kernels.codec_cpu import (
     EIGHT,
     FOUR,
@@ -259,40 +265,59 @@ def _write_moments(row, start, n, fmt, block_size, moments, codes, scales, bad):
         bad[:] = 0
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def run(table, items, factors, keys, kinds, fmt, block_size, tile, num_moments, weights, grad_scale, flags):
-    """Step the chunks in `items` [I, 3].
+def _checksum(*modules: ModuleType) -> int:
+    """Of the modules' source files."""
+    return zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in modules))
 
-    kinds    (parameter, gradient): FLOAT32, BFLOAT16 or FLOAT16.
-    tile     values worked on at a time: whole blocks, an even number.
-    weights  (1 - lr * decay, 1 - beta1, beta2, 1 - beta2, eps, L2 penalty), fp32.
-    flags    (maximize, stochastic).
+
+def _compiled(sources: int) -> Any:
+    """`run`, whose cached form belongs to these sources.
+
+    numba looks at this file's time stamp and at closed-over values only, and would go on with old codecs and tables
+    after an edit elsewhere.
     """
-    param_kind, grad_kind = kinds
-    keep, weight1, beta2, weight2, eps, l2 = weights
-    maximize, stochastic = flags
-    p_scratch, g_scratch = np.empty(tile, np.float32), np.empty(tile, np.float32)
-    moments, codes = np.empty((num_moments, tile), np.float32), np.empty((num_moments, tile), np.uint8)
-    scales = np.empty((num_moments, (tile + block_size - 1) // block_size), np.float32)
-    bad = np.zeros(tile, np.uint8)
-    for item in range(items.shape[0]):
-        t = items[item, 0]
-        row = table[t]
-        factor, root = factors[t, 0], factors[t, 1]
-        for start in range(items[item, 1], items[item, 2], tile):
-            n = min(tile, items[item, 2] - start)
-            p = _widened(row[PARAM], start, param_kind, p_scratch[:n])
-            g = _widened(row[GRAD], start, grad_kind, g_scratch[:n])
-            g = _prepared_gradient(g, p, g_scratch[:n], grad_scale, maximize, l2)
-            _read_moments(row, start, n, fmt, block_size, moments, codes)
-            m, v, d = moments[0][:n], moments[1][:n], moments[num_moments - 1][:n]
-            if num_moments == 2:
-                _adam(p, g, m, v, keep, weight1, beta2, weight2, factor, root, eps)
-            else:
-                _amsgrad(p, g, m, v, d, keep, weight1, beta2, weight2, factor, root, eps)
-            if stochastic:
-                narrow = _halves(row[PARAM], start, n)
-                _store_stochastic(p, narrow, row, start, keys[t, 0], keys[t, 1])
-            elif param_kind != FLOAT32:
-                _store_nearest(p, _halves(row[PARAM], start, n), param_kind)
-            _write_moments(row, start, n, fmt, block_size, moments, codes, scales, bad)
+
+    @njit(cache=True, nogil=True, error_model="numpy")
+    def run(table, items, factors, keys, kinds, fmt, block_size, tile, num_moments, weights, grad_scale, flags):
+        """Step the chunks in `items` [I, 3].
+
+        kinds    (parameter, gradient): FLOAT32, BFLOAT16 or FLOAT16.
+        tile     values worked on at a time: whole blocks, an even number.
+        weights  (1 - lr * decay, 1 - beta1, beta2, 1 - beta2, eps, L2 penalty), fp32.
+        flags    (maximize, stochastic).
+        """
+        if sources < 0:
+            return
+        param_kind, grad_kind = kinds
+        keep, weight1, beta2, weight2, eps, l2 = weights
+        maximize, stochastic = flags
+        p_scratch, g_scratch = np.empty(tile, np.float32), np.empty(tile, np.float32)
+        moments, codes = np.empty((num_moments, tile), np.float32), np.empty((num_moments, tile), np.uint8)
+        scales = np.empty((num_moments, (tile + block_size - 1) // block_size), np.float32)
+        bad = np.zeros(tile, np.uint8)
+        for item in range(items.shape[0]):
+            t = items[item, 0]
+            row = table[t]
+            factor, root = factors[t, 0], factors[t, 1]
+            for start in range(items[item, 1], items[item, 2], tile):
+                n = min(tile, items[item, 2] - start)
+                p = _widened(row[PARAM], start, param_kind, p_scratch[:n])
+                g = _widened(row[GRAD], start, grad_kind, g_scratch[:n])
+                g = _prepared_gradient(g, p, g_scratch[:n], grad_scale, maximize, l2)
+                _read_moments(row, start, n, fmt, block_size, moments, codes)
+                m, v, d = moments[0][:n], moments[1][:n], moments[num_moments - 1][:n]
+                if num_moments == 2:
+                    _adam(p, g, m, v, keep, weight1, beta2, weight2, factor, root, eps)
+                else:
+                    _amsgrad(p, g, m, v, d, keep, weight1, beta2, weight2, factor, root, eps)
+                if stochastic:
+                    narrow = _halves(row[PARAM], start, n)
+                    _store_stochastic(p, narrow, row, start, keys[t, 0], keys[t, 1])
+                elif param_kind != FLOAT32:
+                    _store_nearest(p, _halves(row[PARAM], start, n), param_kind)
+                _write_moments(row, start, n, fmt, block_size, moments, codes, scales, bad)
+
+    return run
+
+
+run = _compiled(_checksum(formats, codec_cpu, codec_cpu_cast, codec_cpu_lookup))
