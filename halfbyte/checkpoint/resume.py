@@ -17,12 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from halfbyte.checkpoint.output import DISK_FULL
 
 MARKER = "halfbyte_checkpoint.json"
 STAGING = ".unfinished"
 PREFIX = "checkpoint-"
 ADAPTER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")  # not the run's .pt, .pth and .bin
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # how the system, torch and safetensors report a full disk
 FULL_SIGNS = ("No space left", "unexpected pos")  # of a full disk: in safetensors' error, in torch.save's
 
 

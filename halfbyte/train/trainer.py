@@ -20,10 +20,11 @@ from trl import SFTTrainer
 
 from halfbyte.checkpoint import resume
 from halfbyte.checkpoint.output import atomic_folder
-from halfbyte.lora import metadata
+from halfbyte.lora import metadata, start_step
 from halfbyte.lora.names import base_name
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.parallel.agree import together, world_size
+from halfbyte.parallel.gather import describe_adapter as describe_sharded
 from halfbyte.parallel.gather import gather_trainable
 from halfbyte.parallel.launch import process_group, rank
 from halfbyte.train import build, callbacks, merge_aware, preflight
@@ -114,7 +115,7 @@ def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
     device = build.pick_device(config)
     preflight.check_launch()
     if config.deepspeed:
-        preflight.check_deepspeed(config.deepspeed, device, merge_aware=config.merge_aware)
+        preflight.check_deepspeed(config.deepspeed, device)
     preflight.check_report_to(config.report_to)
     folder = preflight.base_folder(config)
     preflight.check_sequence_len(folder, config.sequence_len)
@@ -224,14 +225,17 @@ class Trainer(SFTTrainer):
             with together(f"Writing {name}", timeout=SAVE_TIMEOUT_S):
                 super()._save_checkpoint(model, trial)
             with together(f"Sealing {name}", timeout=SAVE_TIMEOUT_S):
+                described = self.describe_adapter()
                 if self.is_world_process_zero():
-                    metadata.write(self._staging / name, self.describe_adapter())
+                    metadata.write(self._staging / name, described)
                     resume.seal(self._staging / name, step=self.state.global_step, run=self._run)
                     resume.publish(self._staging / name, output_dir / name)
                     resume.rotate(output_dir, self._keep)
-        except Exception as error:  # safetensors, torch and the system each report a full disk in their own way
+        except Exception as error:
             resume.clear_staging(output_dir)
-            raise resume.save_failed(output_dir / name, error) from error
+            if isinstance(error, resume.WRITE_ERRORS):
+                raise resume.save_failed(output_dir / name, error) from error
+            raise
         finally:
             self._staging = None
 
@@ -244,17 +248,25 @@ class Trainer(SFTTrainer):
     def save_adapter(self, folder: Path) -> None:
         """The adapter in PEFT's files, and the tokenizer, in a folder that is complete or not there."""
         with together("Saving the adapter", timeout=SAVE_TIMEOUT_S):
+            described = self.describe_adapter()
             if not self.args.should_save:
                 return self.save_model(str(folder))  # a sharded model gathers on every rank; only rank 0 writes
             resume.remove(folder)
             with atomic_folder(folder) as partial:
                 self.save_model(str(partial))
                 (partial / "training_args.bin").unlink(missing_ok=True)
-                metadata.write(partial, self.describe_adapter())
+                metadata.write(partial, described)
 
-    def describe_adapter(self) -> metadata.AdapterMetadata:
-        """Metadata of the adapter as it is now; of a merge-aware one with the digest of its merged weights."""
+    def describe_adapter(self) -> Any:
+        """Metadata of the adapter as it is now; of a merge-aware one with the digest of its merged weights.
+
+        On rank 0; None elsewhere. All ranks call it, since an engine may have to gather the base.
+        """
         start = self._run.get("merge_aware_start_step", 0)
+        if self.is_deepspeed_enabled and self._run.get("merge_aware"):
+            return describe_sharded(self.model, start_step=start_step(start, self.state.max_steps))  # type: ignore[arg-type]
+        if not self.is_world_process_zero():
+            return None
         return merge_aware.described_now(self._described, self.model, start, self.state.max_steps)
 
     def prediction_step(
