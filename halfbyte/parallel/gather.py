@@ -1,10 +1,11 @@
-"""Whole trainable parameters from an engine that shards them, checked before anything is written.
+"""An adapter from an engine that shards it: whole, checked, and described as in an unsharded run.
 
 Under ZeRO-3 a parameter that is not gathered looks like an empty tensor, and under FSDP2 like a DTensor; written as
 they are, they give an adapter file that loads without complaint and holds nothing. So: gather, compare shapes with
 the layers, refuse otherwise.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from halfbyte.lora import metadata
+from halfbyte.lora.merge import merge
+from halfbyte.lora.merge_aware import merge_aware_layers, quantizer_of
+from halfbyte.lora.names import base_name
+from halfbyte.nvfp4.convert import nvfp4_modules
+from halfbyte.nvfp4.digest import model_digest, weight_digest
+from halfbyte.nvfp4.format import NVFP4Parts, bytes_to_float
+from halfbyte.nvfp4.linear import COMPONENTS, NVFP4Linear
 from halfbyte.parallel.agree import together
 
 SAVE_TIMEOUT_S = 600.0
@@ -33,15 +42,66 @@ def gather_trainable(model: nn.Module) -> dict[str, Tensor]:
     return whole
 
 
-def save_adapter(model: Any, folder: str | Path) -> None:
-    """Write a PeftModel's adapter as PEFT does, from gathered parameters, by rank zero; all ranks agree or all raise.
+def save_adapter(model: Any, folder: str | Path, *, start_step: int = 0) -> None:
+    """`halfbyte.lora.save_adapter` under any engine: gathered, written by rank zero; all agree or all raise.
 
-    model   the PeftModel inside the engine (`engine.module` for DDP and DeepSpeed).
+    model       the PeftModel inside the engine (`engine.module` for DDP and DeepSpeed).
+    start_step  the optimizer step from which on training was merge-aware.
     """
     with together(f"Saving the adapter to {folder}", timeout=SAVE_TIMEOUT_S):
         whole = gather_trainable(model)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        described = describe_adapter(model, start_step=start_step)
+        if described is not None:
             model.save_pretrained(str(folder), state_dict=whole)
+            metadata.write(folder, described)
+
+
+@torch.no_grad()
+def describe_adapter(model: nn.Module, *, start_step: int = 0) -> metadata.AdapterMetadata | None:
+    """`halfbyte.lora.adapter_files.describe_adapter` of a model whose base may be sharded; on rank zero, else None.
+
+    Call it on all ranks. One layer is gathered at a time.
+    """
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    merge_aware = merge_aware_layers(model)
+    targets, merged = {}, {}
+    for fqn, layer in nvfp4_modules(model).items():
+        if not fqn.endswith(".base_layer"):
+            continue
+        name, parts = base_name(fqn), whole_parts(layer)
+        factors = whole_factors(merge_aware[name]) if name in merge_aware else None
+        if writes:
+            whole = NVFP4Linear.from_parts(parts, dtype=layer.dtype, activation=layer.activation)
+            targets[name] = metadata.target_of(whole)
+            if factors is not None:
+                new = merge(parts, *factors, merge_aware[name].recipe)
+                merged[name] = (new.shape, weight_digest(new))
+    if not writes:
+        return None
+    described = metadata.AdapterMetadata(targets=dict(sorted(targets.items())), versions=metadata.versions())
+    if not merge_aware:
+        return described
+    return dataclasses.replace(
+        described,
+        mode="merge-aware",
+        quantizer=quantizer_of(model),
+        start_step=start_step,
+        merged_digest=model_digest(merged),
+    )
+
+
+def whole_parts(layer: NVFP4Linear) -> NVFP4Parts:
+    """The components of a layer, gathered where an engine shards them; call it on all ranks."""
+    qdata, scale, global_scale = (_whole(getattr(layer, name)) for name in COMPONENTS)
+    return NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), bytes_to_float(global_scale))
+
+
+def whole_factors(layer: Any) -> tuple[Tensor, Tensor, float] | None:
+    """(lora_A, lora_B, scaling) of a merge-aware layer's active adapter, gathered; None where none is active."""
+    adapter = layer.merge_aware_adapter()
+    if adapter is None:
+        return None
+    return _whole(layer.lora_A[adapter].weight), _whole(layer.lora_B[adapter].weight), layer.scaling[adapter]
 
 
 def check_factors(model: nn.Module, whole: dict[str, Tensor]) -> None:
@@ -63,9 +123,9 @@ def check_factors(model: nn.Module, whole: dict[str, Tensor]) -> None:
         raise RuntimeError(f"{empty[0]} was gathered as an empty tensor; nothing was written.")
 
 
-def _whole(parameter: nn.Parameter) -> Tensor:
-    if hasattr(parameter, "full_tensor"):  # a DTensor
-        return parameter.full_tensor().clone()
+def _whole(parameter: Any) -> Tensor:
+    if hasattr(parameter, "full_tensor"):  # a DTensor; offloaded shards are gathered on the mesh's devices
+        return parameter.detach().to(parameter.device_mesh.device_type).full_tensor().clone()
     if hasattr(parameter, "ds_id"):  # partitioned by ZeRO-3
         import deepspeed
 

@@ -10,8 +10,9 @@ import torch
 
 from halfbyte.checkpoint.detect import detect, read_config
 from halfbyte.checkpoint.hub import local_folder
+from halfbyte.nvfp4.linear import NVFP4Linear
 from halfbyte.parallel.agree import world_size
-from halfbyte.parallel.deepspeed import check_config, read_deepspeed_config, stage_of
+from halfbyte.parallel.deepspeed import check_config, read_deepspeed_config
 from halfbyte.train.config import TrainConfig
 
 
@@ -25,19 +26,13 @@ def check_launch() -> None:
         )
 
 
-def check_deepspeed(path: str, device: torch.device, *, merge_aware: bool) -> None:
+def check_deepspeed(path: str, device: torch.device) -> None:
     """See that DeepSpeed can be used as its config says.
 
     raises   FileNotFoundError or ValueError for the file, ImportError without the package, ValueError outside of a
-             launch, on several CPUs (Accelerate, which runs it for `Trainer`, knows DeepSpeed on GPUs only), and for
-             merge-aware runs in stage 3 (the digest of the merged weights would need the whole base on one rank).
+             launch, and on several CPUs: Accelerate, which runs it for `Trainer`, knows DeepSpeed on GPUs only.
     """
-    stage = stage_of(check_config(read_deepspeed_config(path)))
-    if stage == 3 and merge_aware:
-        raise ValueError(
-            f"{path}: ZeRO-3 and merge_aware do not go together in `halfbyte train`; use stage 2, or plain LoRA and a "
-            "dithered merge, or deepspeed.initialize in your own script (docs/engines.md)"
-        )
+    check_config(read_deepspeed_config(path))
     if importlib.util.find_spec("deepspeed") is None:
         raise ImportError("deepspeed is not installed; install it with: pip install 'halfbyte[deepspeed]'")
     if "RANK" not in os.environ:
@@ -134,13 +129,30 @@ def check_targets(model: Any, config: TrainConfig) -> None:
     suffixes = ", ".join(sorted({fqn.rpartition(".")[2] for fqn in linears}))
     targets = config.lora_target_modules
     if isinstance(targets, str) and targets != "all-linear":
-        if not any(re.fullmatch(targets, fqn) for fqn in linears):
+        try:
+            pattern = re.compile(targets)
+        except re.error as error:
+            raise ValueError(
+                f"lora_target_modules {targets!r} is no regular expression ({error}); give a list of names, or mend it"
+            ) from None
+        if not any(pattern.fullmatch(fqn) for fqn in linears):
             raise ValueError(f"lora_target_modules {targets!r} matches no linear layer; the model has {suffixes}")
     elif isinstance(targets, list):
         for target in targets or [""]:
             if not any(fqn == target or fqn.endswith(f".{target}") for fqn in linears):
                 raise ValueError(f"lora_target_modules: {target!r} matches no linear layer; the model has {suffixes}")
-    names = [fqn for fqn, _ in model.named_modules()]
-    for saved in config.lora_modules_to_save or []:
-        if not any(fqn == saved or fqn.endswith(f".{saved}") for fqn in names):
-            raise ValueError(f"lora_modules_to_save: {saved!r} matches no module of the model; it has {suffixes}, ...")
+    check_saved_modules(model, config.lora_modules_to_save or [], suffixes)
+
+
+def check_saved_modules(model: Any, names: list[str], suffixes: str) -> None:
+    """ValueError when a module to train in full is not there, or holds frozen 4-bit weights."""
+    for name in names:
+        found = [(fqn, module) for fqn, module in model.named_modules() if fqn == name or fqn.endswith(f".{name}")]
+        if not found:
+            raise ValueError(f"lora_modules_to_save: {name!r} matches no module of the model; it has {suffixes}, ...")
+        for fqn, module in found:
+            if any(isinstance(part, NVFP4Linear) for part in module.modules()):
+                raise ValueError(
+                    f"lora_modules_to_save: {name!r} matches {fqn}, whose 4-bit weights cannot be trained in full; "
+                    "adapt it with lora_target_modules, or keep it dense with `halfbyte quantize --exclude`"
+                )

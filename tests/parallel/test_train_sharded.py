@@ -79,10 +79,17 @@ def merge_aware_rank(settings: dict[str, Any], output_dir: str, stage: int) -> s
     return train_rank(settings, output_dir, stage, merge_aware=True)
 
 
-def test_merge_aware_under_zero3_is_refused_before_loading(settings, tmp_path) -> None:
-    (text,) = run(1, merge_aware_rank, settings, str(tmp_path / "out"), 3, timeout=TIMEOUT)
-    assert "ZeRO-3 and merge_aware do not go together" in text
-    assert run(1, merge_aware_rank, settings, str(tmp_path / "two"), 2, timeout=TIMEOUT) == [""]
+def test_merge_aware_under_zero3_records_what_it_trained(settings, tmp_path) -> None:
+    """Metadata equal to the unsharded run's: base and merged weights are gathered layer by layer for their digests."""
+    assert train_rank(settings, str(tmp_path / "alone"), None, merge_aware=True) == ""
+    assert run(1, merge_aware_rank, settings, str(tmp_path / "zero"), 3, timeout=TIMEOUT) == [""]
+    found, expected = (
+        json.loads((tmp_path / name / "adapter" / "adapter_config.json").read_text())["halfbyte"]
+        for name in ("zero", "alone")
+    )
+    assert error(adapter_of(tmp_path / "zero" / "adapter"), adapter_of(tmp_path / "alone" / "adapter")) < 1e-3
+    assert found["base_digest"] == expected["base_digest"] and found["mode"] == "merge-aware"
+    assert len(found["merged_digest"]) == 64
 
 
 def test_deepspeed_outside_of_a_launch_is_refused(settings, tmp_path, monkeypatch) -> None:
