@@ -179,6 +179,15 @@ def table(results: dict[str, dict[str, list[float]]]) -> list[str]:
     return lines
 
 
+def git_commit() -> str:
+    """Of the checkout; "unknown" where there is none (say so with --commit)."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -188,15 +197,15 @@ def main() -> None:
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--out", type=Path, help="write the Markdown here, too")
+    parser.add_argument("--commit", default=git_commit(), help="named in the report")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     lines = [
         "# A step of AdamW on a CPU",
         "",
-        f"{cpu_name()}, {args.threads} threads; Python {platform.python_version()}, {versions()}; commit {commit}; "
-        f"load when started {os.getloadavg()[0]:.1f}.",
+        f"{cpu_name()}, {args.threads} threads; Python {platform.python_version()}, {versions()}; "
+        f"commit {args.commit}; load when started {os.getloadavg()[0]:.1f}.",
         f"Command: `python {' '.join(sys.argv)}`. Median (least) of {args.rounds} rounds turn by turn, "
         f"{args.slow_rounds} for the plain path and slow peers; x: median over that of {BASELINE}.",
         f"Targets: {'; '.join(f'{name}: {target}' for name, target in TARGETS.items())}.",

@@ -118,6 +118,15 @@ def run(build: Callable[[nn.Module], Step], args: argparse.Namespace, device: to
     return Result(peak, resting, seconds, loss.item())
 
 
+def git_commit() -> str:
+    """Of the checkout; "unknown" where there is none (say so with --commit)."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -127,16 +136,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default=git_commit(), help="named in the report")
     args = parser.parse_args()
 
     device = torch.device(args.device)
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     num_params = 3 * args.layers * args.dim * (args.dim * 7 // 2)
     lines = [
         "# Gradient release and offloaded states: memory and time of a training step",
         "",
-        f"{machine}; Python {platform.python_version()}, torch {torch.__version__}; commit {commit or 'unknown'}. "
+        f"{machine}; Python {platform.python_version()}, torch {torch.__version__}; commit {args.commit}. "
         f"{num_params / 1e9:.2f}e9 bf16 parameters in {3 * args.layers} tensors, {args.tokens} tokens; peak and time "
         f"of a whole step (forward, backward, optimizer), median of {args.steps - 2}.",
         "",

@@ -303,12 +303,20 @@ def check_torchao(device: torch.device) -> str:
 # --- the whole ------------------------------------------------------------------------------------
 
 
-def environment(device: torch.device, text: Text, settings: Settings) -> list[str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+def git_commit() -> str:
+    """Of the checkout; "unknown" where there is none (say so with --commit)."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def environment(device: torch.device, text: Text, settings: Settings, commit: str) -> list[str]:
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     num_params = sum(p.numel() for p in TinyLM(settings.model).parameters())
     return [
-        f"{machine}; Python {platform.python_version()}, torch {torch.__version__}; commit {commit or 'unknown'}.",
+        f"{machine}; Python {platform.python_version()}, torch {torch.__version__}; commit {commit}.",
         f"Model: {num_params / 1e6:.1f}e6 parameters, fp32 (bf16 autocast on a GPU); {settings}.",
         f"Text: {text.size_bytes / 1e6:.1f} MB of Python sources, SHA-256 {text.sha256}...; "
         f"{text.train.numel()} tokens to train on, {text.held_out.numel()} held out.",
@@ -325,12 +333,13 @@ def main() -> None:
     parser.add_argument("--check-torchao", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--stem", default=f"{time.strftime('%Y-%m-%d')}-optim-quality", help="name of the result files")
+    parser.add_argument("--commit", default=git_commit(), help="named in the report")
     args = parser.parse_args()
 
     settings, device = PRESETS[args.preset], torch.device(args.device)
     settings = replace(settings, seeds=tuple(args.seeds or settings.seeds), num_steps=args.steps or settings.num_steps)
     text = load_text(settings.vocab_size, settings.text_bytes)
-    notes = environment(device, text, settings)
+    notes = environment(device, text, settings, args.commit)
     print("\n".join(notes), flush=True)
     if args.check_torchao:
         notes.append(f"torchao: {check_torchao(device)}.")

@@ -241,6 +241,16 @@ def test_a_stochastic_step() -> None:
     assert (nearest[-1] != params[-1]).float().mean() > 0.01
 
 
+def test_a_group_of_empty_tensors_only() -> None:
+    """As on a rank that got no row of any parameter: nothing to do but to count the step."""
+    fmt = FORMATS["8bit"]
+    states = [fresh_state(0, fmt), fresh_state(0, None)]
+    params, grads = [torch.empty(0), torch.empty(0, 5)], [torch.empty(0), torch.empty(0, 5)]
+    for _ in range(2):
+        step_cpu.step(params, grads, states, HYPER, fmt, cache={})
+    assert [float(state["step"]) for state in states] == [2.0, 2.0]
+
+
 def test_tensors_may_move_and_lists_may_change() -> None:
     """One cache over steps whose gradients, parameters, states and members differ; unrelated memory stays."""
     fmt, cache = FORMATS["8bit"], {}
