@@ -100,6 +100,11 @@ class Adapter:
                 f"{self._file.path}: {layer} has lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)}, but "
                 f"{CONFIG_NAME} gives it rank {r}. Config and weights do not belong together."
             )
+        for factor in (lora_A, lora_B):
+            if not factor.is_floating_point():
+                raise ValueError(
+                    f"{self._file.path}: {layer} has factors in {factor.dtype}, expected a floating dtype."
+                )
         scaling = alpha / (math.sqrt(r) if self.config.get("use_rslora") else r)
         return Factors(lora_A, lora_B, scaling, keys["lora_A"].endswith("_embedding_A"))
 
@@ -164,7 +169,21 @@ def refuse_variants(config: Mapping[str, Any], folder: Path) -> None:
             f"{where}: init_lora_weights is {init!r}, which moved part of the base into the adapter. Convert it first: "
             "save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
-    if not isinstance(config.get("r"), int) or not isinstance(config.get("lora_alpha"), int | float):
-        raise ValueError(
-            f"{where}: r is {config.get('r')} and lora_alpha {config.get('lora_alpha')}, expected numbers."
-        )
+    for field, is_right in (("r", is_rank), ("lora_alpha", is_number)):
+        if not is_right(config.get(field)):
+            raise ValueError(
+                f"{where}: r is {config.get('r')} and lora_alpha {config.get('lora_alpha')}, expected numbers, r >= 1."
+            )
+    for field, is_right in (("rank_pattern", is_rank), ("alpha_pattern", is_number)):
+        table = config.get(field) or {}
+        if not isinstance(table, dict) or not all(map(is_right, table.values())):
+            raise ValueError(f"{where}: {field} is {table}, expected a number by layer name, ranks >= 1.")
+
+
+def is_number(value: Any) -> bool:
+    """A finite number; JSON as Python reads it also has NaN and Infinity."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_rank(value: Any) -> bool:
+    return is_number(value) and isinstance(value, int) and value >= 1

@@ -54,7 +54,7 @@ class AdapterLost(ValueError):
 def judge(report: MergeReport, min_retained: float) -> None:
     """AdapterLost when the layers together kept less than that share."""
     kept = report.retained.kept
-    if kept < min_retained:
+    if not kept >= min_retained:  # also when either is NaN
         raise AdapterLost(
             f"Only {kept:.1%} of the adapter's change survived the rounding, less than the {min_retained:.0%} asked "
             "for. Nothing was written. Use --rounding dither, merge onto the dense original with --onto, write --to "

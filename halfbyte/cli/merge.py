@@ -35,7 +35,7 @@ def merge(
     eval: Annotated[
         str | None, typer.Option(help="Held-out data (as in a config's datasets): loss before and after.")
     ] = None,
-    eval_sequence_len: Annotated[int, typer.Option(help="Cut examples of --eval to this many tokens.")] = 1024,
+    eval_sequence_len: Annotated[int, typer.Option(min=1, help="Cut examples of --eval to this many tokens.")] = 1024,
     any_base: Annotated[bool, typer.Option("--any-base", help="Merge onto another base than the adapter's.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Largest file, such as 5GB or 300MB.")] = "5GB",
 ) -> None:
@@ -114,7 +114,7 @@ def loss_check(base: str, adapter: str, data: str, sequence_len: int, min_retain
         after = merged_loss(folder, examples)
         print(f"held-out loss: base {before:.4f}, base with adapter {with_adapter:.4f}, merged {after:.4f}")
         gain = before - with_adapter
-        if gain > 0 and before - after < min_retained * gain:
+        if not gain <= 0 and not before - after >= min_retained * gain:  # also when a loss is NaN
             raise ValueError(
                 f"The merged model keeps {(before - after) / gain:.1%} of the adapter's gain on {data}, less "
                 f"than the {min_retained:.0%} asked for. Nothing was written. Use --rounding dither, --onto the dense "

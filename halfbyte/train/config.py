@@ -46,7 +46,9 @@ KNOWN_ELSEWHERE = {
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class DatasetConfig(_Strict):
@@ -67,7 +69,7 @@ class DatasetConfig(_Strict):
 class TrainConfig(_Strict):
     """Everything one run is told. Frozen: what is written to output_dir/config.yaml is what ran."""
 
-    base_model: str
+    base_model: str = Field(min_length=1)
     """NVFP4 checkpoint: a folder, or a Hub id."""
     adapter: Literal["lora", "qlora"] = "lora"
     """lora; qlora means the same here, since the base is 4-bit."""
@@ -140,7 +142,7 @@ class TrainConfig(_Strict):
     deepspeed: str | None = None
     """A DeepSpeed config (JSON) for a launch of several processes: ZeRO-1, 2 or 3. DDP if unset."""
 
-    output_dir: str
+    output_dir: str = Field(min_length=1)
     """Folder of the run. Must be new or empty, unless a run is resumed."""
     logging_steps: int = Field(default=1, gt=0)
     """Steps between two lines of metrics."""
@@ -154,7 +156,7 @@ class TrainConfig(_Strict):
     """Examples per forward pass in evaluations; micro_batch_size if unset."""
     resume_from_checkpoint: bool | str = False
     """true: the newest complete checkpoint in output_dir; auto: the same if there is one; or a checkpoint's folder."""
-    seed: int = Field(default=42, ge=0)
+    seed: int = Field(default=42, ge=0, lt=2**32)
     """Seed of the adapter's init, the data order and the held-out choice."""
     report_to: list[str] = []
     """Also report to tensorboard, wandb, ..., beside metrics.jsonl."""

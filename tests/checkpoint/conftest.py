@@ -11,6 +11,7 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 VOCAB = 96
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def tiny_config(**changes: Any) -> Any:
@@ -39,6 +40,28 @@ def save_dense(folder: Path, config: Any, dtype: torch.dtype = torch.bfloat16, *
     model.generation_config.max_new_tokens = 17
     model.save_pretrained(folder, **kwargs)
     return folder
+
+
+def make_adapter(folder: Path, base: Any, *, strength: float = 0.02, record: bool = True, **config: Any) -> Any:
+    """A trained-looking adapter on `base` (a model), saved by PEFT; returns the PeftModel."""
+    from peft import LoraConfig, get_peft_model
+
+    from halfbyte.lora import metadata as lora_metadata
+    from halfbyte.nvfp4.convert import nvfp4_modules
+
+    settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": LINEAR, "task_type": "CAUSAL_LM", **config}
+    names = list(nvfp4_modules(base))
+    described = lora_metadata.describe(base, names)
+    model = get_peft_model(base, LoraConfig(**settings))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "lora_embedding_A" in name or "modules_to_save" in name:
+                parameter.add_(strength * torch.randn(parameter.shape, generator=generator, dtype=torch.float32))
+    model.save_pretrained(folder)
+    if record:
+        lora_metadata.write(folder, described)
+    return model.eval()
 
 
 @pytest.fixture(scope="session")
@@ -82,3 +105,12 @@ def plain_load() -> Callable[..., Any]:
         return AutoModelForCausalLM.from_pretrained(folder, **kwargs)
 
     return load
+
+
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory: pytest.TempPathFactory, ours: Path) -> Path:
+    from halfbyte.checkpoint.load import load_model
+
+    folder = tmp_path_factory.mktemp("adapter") / "a"
+    make_adapter(folder, load_model(ours, dtype=torch.float32))
+    return folder

@@ -25,35 +25,7 @@ from halfbyte.lora.merge_aware import make_merge_aware, merged_digest, merged_we
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.nvfp4.dequantize import dequantize
 
-from .conftest import save_dense, tiny_config
-
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def make_adapter(folder: Path, base: Any, *, strength: float = 0.02, record: bool = True, **config: Any) -> Any:
-    """A trained-looking adapter on `base` (a model), saved by PEFT; returns the PeftModel."""
-    from peft import LoraConfig, get_peft_model
-
-    settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": LINEAR, "task_type": "CAUSAL_LM", **config}
-    names = list(nvfp4_modules(base))
-    described = lora_metadata.describe(base, names)
-    model = get_peft_model(base, LoraConfig(**settings))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name or "lora_embedding_A" in name or "modules_to_save" in name:
-                parameter.add_(strength * torch.randn(parameter.shape, generator=generator, dtype=torch.float32))
-    model.save_pretrained(folder)
-    if record:
-        lora_metadata.write(folder, described)
-    return model.eval()
-
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory, ours: Path) -> Path:
-    folder = tmp_path_factory.mktemp("adapter") / "a"
-    make_adapter(folder, load_model(ours, dtype=torch.float32))
-    return folder
+from .conftest import LINEAR, make_adapter, save_dense, tiny_config
 
 
 def factors(folder: Path, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -342,77 +314,6 @@ def test_renamed_keys(tmp_path: Path) -> None:
 
 
 # ---- refusals
-
-
-def edited(adapter: Path, out: Path, **changes: Any) -> Path:
-    shutil.copytree(adapter, out)
-    config = json.loads((out / "adapter_config.json").read_text())
-    (out / "adapter_config.json").write_text(json.dumps({**config, **changes}))
-    return out
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"use_dora": True}, "use_dora is set: DoRA"),
-        ({"bias": "all"}, "bias is 'all'"),
-        ({"lora_bias": True}, "a bias in lora_B"),
-        ({"peft_type": "IA3"}, "peft_type is IA3, expected LORA"),
-        ({"init_lora_weights": "pissa_niter_4"}, "moved part of the base into the adapter"),
-        ({"trainable_token_indices": [1]}, "trained token embeddings"),
-        ({"layer_replication": [[0, 1]]}, "layer replication"),
-        ({"r": 8}, r"has lora_A \[4, .* gives it rank 8"),
-        ({"r": None}, "r is None"),
-        ({"halfbyte": {"format_version": 99}}, "Update halfbyte"),
-    ],
-)
-def test_adapters_that_cannot_be_merged(
-    tmp_path: Path, ours: Path, adapter: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        merge_checkpoint(ours, edited(adapter, tmp_path / "a", **changes), tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {"a"}
-
-
-def change_weights(adapter: Path, out: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-    shutil.copytree(adapter, out)
-    tensors = load_file(out / "adapter_model.safetensors")
-    change(tensors)
-    save_file(tensors, out / "adapter_model.safetensors")
-    return out
-
-
-def rename(tensors: dict[str, torch.Tensor], old: str, new: str) -> None:
-    for key in [key for key in tensors if old in key]:
-        tensors[key.replace(old, new)] = tensors.pop(key)
-
-
-Q = "base_model.model.model.layers.0.self_attn.q_proj"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop(f"{Q}.lora_B.weight"), "q_proj has no lora_B"),
-        (lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(3)}), "variant"),
-        (lambda t: t[f"{Q}.lora_A.weight"].fill_(float("nan")), "q_proj: the adapter holds NaN"),
-        (
-            lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 32)}),
-            r"do not multiply to the base weight",
-        ),
-        (lambda t: t.update({"model.x": torch.ones(3)}), "does not start with base_model"),
-        (lambda t: t.update({"base_model.model.extra.weight": torch.ones(3)}), r"changes extra\.weight, which"),
-        (
-            lambda t: rename(t, "layers.1", "layers.7"),
-            r"changes model\.layers\.7\..* and 6 more, which .* does not have",
-        ),
-        (lambda t: t.clear(), "holds no LoRA factors"),
-    ],
-)
-def test_damaged_adapters(tmp_path: Path, ours: Path, adapter: Path, change: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        merge_checkpoint(ours, change_weights(adapter, tmp_path / "a", change), tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {"a"}
 
 
 def test_another_base(tmp_path: Path, theirs: Path, ours: Path, adapter: Path, dense: Path) -> None:

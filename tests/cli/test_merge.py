@@ -100,6 +100,8 @@ def test_losses_are_per_token(base: Path, adapter: Path, data: Path) -> None:
         (["--eval", "/nowhere/data.jsonl"], "no such data file"),
         (["--onto", "/nowhere/dense"], "no such file or folder"),
         (["--max-shard-size", "big"], "no size"),
+        (["--min-retained", "nan"], "less than the nan% asked for"),
+        (["--eval", "rows.jsonl", "--eval-sequence-len", "-3"], "--eval-sequence-len"),
     ],
 )
 def test_bad_input(tmp_path: Path, base: Path, adapter: Path, arguments: list[str], message: str, capsys: Any) -> None:
