@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import halfbyte.optim
+from halfbyte.optim.sharding import own_slice, to_dtensor
 
 
 def build(dtype: torch.dtype = torch.float32, hidden: int = 33) -> nn.Sequential:
@@ -74,6 +76,48 @@ def fsdp2(name: str, dtype: torch.dtype, hidden: int, options: dict, steps: int)
         fully_shard(layer)
     optimizer = optimizer_of(name, model.parameters(), **options)
     train(model, optimizer, steps, dtype)
+    return whole_params(model), whole_states(optimizer)
+
+
+def tensor_parallel_fsdp2(name: str, options: dict, path: str) -> tuple:
+    """Column- and row-wise layers under `fully_shard` on a 2 x 2 mesh: parameters, states, and states through DCP."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def sharded_model() -> nn.Sequential:
+        model = build(torch.bfloat16, 512)
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        return fully_shard(model, mesh=mesh["dp"])
+
+    model = sharded_model()
+    optimizer = optimizer_of(name, model.parameters(), **options)
+    for step in range(3):
+        for i, param in enumerate(model.parameters()):
+            grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + i)).bfloat16()
+            param.grad = distribute_tensor_like(grad, param)
+        optimizer.step()
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
+    other = sharded_model()
+    fresh = optimizer_of(name, other.parameters(), **options)
+    state_dict = {"optimizer": get_optimizer_state_dict(other, fresh)}
+    dcp.load(state_dict, checkpoint_id=path)
+    set_optimizer_state_dict(other, fresh, state_dict["optimizer"])
+    return whole_params(model), whole_states(optimizer), whole_states(fresh)
+
+
+def distribute_tensor_like(value: Tensor, param: Any) -> DTensor:
+    """The whole value, sharded as the parameter is (strided shards included, which distribute_tensor refuses)."""
+    return to_dtensor(own_slice(value, param).contiguous(), param, tuple(value.shape))
+
+
+def given_grads(name: str, options: dict) -> tuple:
+    """The same steps on one process."""
+    model = build(torch.bfloat16, 512)
+    optimizer = optimizer_of(name, model.parameters(), **options)
+    for step in range(3):
+        for i, param in enumerate(model.parameters()):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + i)).bfloat16()
+        optimizer.step()
     return whole_params(model), whole_states(optimizer)
 
 

@@ -134,6 +134,17 @@ def test_two_by_two_mesh(placements: str) -> None:
         assert_same(state, found[1])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tensor_parallel_under_fsdp2(name: str, tmp_path: Path) -> None:
+    """A 2 x 2 mesh whose column-wise layers are strided shards: given the same gradients, one process's bits."""
+    options = {"bf16_stochastic_round": True}
+    params, states = sharded.given_grads(name, options)
+    for found_params, found_states, loaded in run(4, sharded.tensor_parallel_fsdp2, name, options, str(tmp_path / "x")):
+        assert_same(params, found_params)
+        assert_same(states, found_states)
+        assert_same(states, loaded)
+
+
 @pytest.mark.parametrize("name, asynchronous", [(name, False) for name in NAMES] + [("AdamW4bit", True)])
 def test_dcp_on_other_world_sizes(name: str, asynchronous: bool, tmp_path: Path) -> None:
     """o11, o12: saved on 2 ranks, loaded on 1, 3 and 4. Rows of 512 are whole blocks: exact, and nothing is said."""
