@@ -64,7 +64,7 @@ class Outcome:
         return not self.error_text and self.exitcode is None
 
 
-def run(world_size: int, fn: Callable, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run(world_size: int, fn: Callable, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Call fn(*args) on every rank and return their values, rank by rank.
 
     fn     importable by name; args and values are pickled. Each rank starts with torch.manual_seed(0).
@@ -81,11 +81,14 @@ def run(world_size: int, fn: Callable, *args: Any, timeout: float = 60.0) -> lis
 
 
 def outcomes(
-    world_size: int, fn: Callable, *args: Any, timeout: float = 60.0, grace: float | None = None
+    world_size: int, fn: Callable, *args: Any, timeout: float = 120.0, grace: float | None = None
 ) -> list[Outcome]:
     """As `run`, for tests of faults: raises nothing. With grace=None every rank gets the whole timeout."""
     pool = _POOLS.get(world_size)
-    if pool is None or not pool.healthy():
+    if pool is not None and not pool.healthy():
+        pool.close()
+        pool = None
+    if pool is None:
         pool = _POOLS[world_size] = Pool(world_size)
     results = pool.call(fn, args, timeout, grace)
     if not all(result.ok for result in results):
