@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from halfbyte.nvfp4.quantize import largest_magnitude, quantize
 from halfbyte.nvfp4.scaling import LARGEST_BLOCK_SCALE, global_scale_for
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in total, what is being done
+DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ACTIVATIONS = {"none": None, "dynamic": ActivationQuant(scale=None)}
 
 
@@ -129,6 +131,7 @@ def make_plan(
     skeleton = Skeleton(source.config, source.path)
     keys = without_tied_copies(source, skeleton)
     linears = skeleton.linears(keys)
+    check_linears(source, skeleton, linears)
     dense = {linears[key]: reason for key, reason in reasons_to_stay_dense(source, skeleton, linears, lm_head).items()}
     dense |= excluded(linears, exclude)
     dense |= {
@@ -147,7 +150,8 @@ def make_plan(
             specs[key] = TensorSpec(cast_dtype(spec.dtype, source.dense_dtype), spec.shape)
     if not weights:
         raise ValueError(
-            f"{source.path}: no layer to quantize. Linear layers found: {len(linears)}; all stay dense: {dense}."
+            f"{source.path}: no layer to quantize. Linear layers found: {len(linears)}; all stay dense: "
+            f"{'; '.join(f'{fqn} ({reason})' for fqn, reason in islice(dense.items(), 3))}; ..."
         )
     quantized = {weight.model_fqn for weight in weights.values()}
     kept_out = [fqn for fqn in skeleton.all_linears if fqn not in {*quantized, skeleton.output_embeddings}]
@@ -166,6 +170,22 @@ def without_tied_copies(source: DenseSource, skeleton: Skeleton) -> list[str]:
         if torch.equal(source.read(by_name[copy]), source.read(by_name[original])):
             dropped.add(by_name[copy])
     return [key for key in keys if key not in dropped]
+
+
+def check_linears(source: DenseSource, skeleton: Skeleton, linears: dict[str, str]) -> None:
+    """ValueError for a linear's weight that has not the config's shape, or is in no dtype of a dense model."""
+    for key, fqn in linears.items():
+        spec, expected = source.spec(key), tuple(skeleton.model.get_parameter(f"{fqn}.weight").shape)
+        if tuple(spec.shape) != expected:
+            raise ValueError(
+                f"{source.path}: {key} has shape {list(spec.shape)}, the config expects {list(expected)}. Config and "
+                "weights do not belong together."
+            )
+        if spec.dtype not in DENSE_DTYPES:
+            raise ValueError(
+                f"{source.path}: {key} is {spec.dtype}, expected a dense model in bf16, fp16 or fp32. Is it quantized "
+                "already?"
+            )
 
 
 def reasons_to_stay_dense(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,6 +155,28 @@ def test_refusals(tmp_path: Path, dense: Path, ours: Path) -> None:
     (tmp_path / "model.onnx").touch()
     refused(ValueError, "expected a Hugging Face folder or a .gguf file", tmp_path / "model.onnx", out)
     assert {path.name for path in tmp_path.iterdir()} == {"model.onnx"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w[:32], r"o_proj\.weight has shape \[32, 64\], the config expects \[64, 64\]"),
+        (lambda w: w[:0], r"has shape \[0, 64\]"),
+        (lambda w: w.flatten(), r"has shape \[4096\]"),
+        (lambda w: w.to(torch.float8_e4m3fn), r"is torch\.float8_e4m3fn, expected a dense model in bf16"),
+        (lambda w: w.to(torch.int8), r"is torch\.int8, expected a dense model"),
+    ],
+)
+def test_weights_that_are_not_the_configs(tmp_path: Path, dense: Path, change: Any, message: str) -> None:
+    """Met in the headers, before anything is written."""
+    shutil.copytree(dense, tmp_path / "dense")
+    weights = load_file(dense / "model.safetensors")
+    key = "model.layers.1.self_attn.o_proj.weight"
+    weights[key] = change(weights[key]).contiguous()
+    save_file(weights, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        quantize_checkpoint(tmp_path / "dense", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"dense"}
 
 
 def test_killed_in_the_middle_then_run_again(tmp_path: Path, dense: Path, ours: Path) -> None:
