@@ -57,8 +57,12 @@ class Tuning(NamedTuple):
     maxnreg: int | None = None
 
 
-TUNINGS = {"8bit": Tuning(), "4bit": Tuning(prefetch=True), "fp8": Tuning(tile=1024, num_warps=2)}
-"""For an H200; benchmarks/results says which of it was measured."""
+TUNINGS = {
+    "8bit": Tuning(chunk=8192),
+    "4bit": Tuning(tile=1024, num_warps=2, fold=2, chunk=8192, maxnreg=80),
+    "fp8": Tuning(tile=1024, num_warps=2, fold=2),
+}
+"""The fastest on an H200, as benchmarks/optim.py --tune found them (benchmarks/results)."""
 
 
 def unavailable(device: torch.device, fmt: StateFormat, hyper: Hyper) -> str | None:
