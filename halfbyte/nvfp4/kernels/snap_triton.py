@@ -9,9 +9,9 @@ between threads. `multiple_of(..., 1)` hides from the compiler that loads could 
 
 Limits: on an H200 288 us for 14336 x 4096 at r = 16, far from the memory's floor: 160 registers leave 12 warps a
 multiprocessor, too few to hide the product's reads. Consumer GPUs run fp64 at 1/64 of their fp32 rate; there the
-product takes most of the time. A product by fp64 tensor cores is written down in docs/log.md. Rejected: a fixed order in fp32 without fused products (equal everywhere too, but twice the
-instructions here and four times the time on a CPU), and exact integers from scaled factors (a column of `up` far larger
-than its neighbours would swallow them).
+product takes most of the time. A product by fp64 tensor cores is written down in docs/log.md. Rejected: a fixed order
+in fp32 without fused products (equal everywhere too, but twice the instructions here and four times the time on a CPU),
+and exact integers from scaled factors (a column of `up` far larger than its neighbours would swallow them).
 """
 
 import ctypes
