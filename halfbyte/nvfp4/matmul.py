@@ -66,7 +66,10 @@ def linear(
 
     activation  None, or how x is quantized before the product (nvfp4/quantized_matmul.py).
     Under autocast the product runs in autocast's dtype, and the result comes back in x's.
+    raises      ValueError when x is no floating tensor: in its dtype every product would be cut to an integer.
     """
+    if not x.is_floating_point():
+        raise ValueError(f"an NVFP4 layer got {x.dtype} of shape {list(x.shape)}, expected a floating dtype; cast it.")
     dtype = autocast_dtype(x)
     if dtype is not None:
         with torch.autocast(x.device.type, enabled=False):

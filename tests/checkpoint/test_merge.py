@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,7 @@ def test_codes_are_the_in_memory_merge(tmp_path: Path, ours: Path, adapter: Path
 def test_reloaded_model_answers_like_the_trained_one(
     tmp_path: Path, ours: Path, adapter: Path, tokens: torch.Tensor, plain_load: Callable[..., Any]
 ) -> None:
-    """SCENARIOS n6. The dithered file differs from the live model by rounding noise of a step of 4-bit codes in a few
+    """The dithered file differs from the live model by rounding noise of a step of 4-bit codes in a few
     weights, so logits must be nearer to the trained model's than to the base's; plain transformers reads the same."""
     from peft import PeftModel
 
@@ -85,6 +87,34 @@ def test_reloaded_model_answers_like_the_trained_one(
         merged = load_model(tmp_path / "out", dtype=torch.float32)(tokens).logits
         assert torch.equal(load_model(tmp_path / "out")(tokens).logits, plain_load(tmp_path / "out")(tokens).logits)
     assert (merged - wanted).norm() < 0.7 * (base - wanted).norm()
+
+
+FRESH = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+from halfbyte import load_model
+folder, tokens = sys.argv[1], torch.load(sys.argv[2])
+with torch.no_grad():
+    models = load_model(folder, dtype=torch.float32), load_model(folder), AutoModelForCausalLM.from_pretrained(folder)
+    torch.save([model(tokens).logits for model in models], sys.argv[3])
+"""
+
+
+def test_a_fresh_process_gives_the_trained_logits(tmp_path: Path, ours: Path, tokens: torch.Tensor) -> None:
+    """SCENARIOS n6: nothing of the live objects is needed. A merge-aware adapter computes with the very codes that its
+    merge writes, so fp32 logits agree to the order of summation; transformers with torchao equals us bit for bit."""
+    model = make_merge_aware(make_adapter(tmp_path / "a", load_model(ours, dtype=torch.float32)), seed=3)
+    with torch.no_grad():
+        trained, base = model(tokens).logits, load_model(ours, dtype=torch.float32)(tokens).logits
+    merge_checkpoint(ours, tmp_path / "a", tmp_path / "out", seed=3)
+    torch.save(tokens, tmp_path / "tokens.pt")
+    arguments = [str(tmp_path / name) for name in ("out", "tokens.pt", "logits.pt")]
+    subprocess.run([sys.executable, "-c", FRESH, *arguments], check=True, stderr=subprocess.DEVNULL)
+    merged, ours_bf16, theirs_bf16 = torch.load(tmp_path / "logits.pt")
+    torch.testing.assert_close(merged, trained, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours_bf16, theirs_bf16)
+    assert (trained - base).norm() > 0.1 * base.norm()
 
 
 @pytest.mark.parametrize("scales", ["keep", "fresh"])

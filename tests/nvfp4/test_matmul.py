@@ -29,6 +29,13 @@ def test_equals_the_decoded_weight(shape: tuple[int, ...], dtype: torch.dtype) -
     assert dx.dtype == dtype and dx.shape == x.shape and torch.equal(dx, grad @ weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
+def test_only_floating_inputs(dtype: torch.dtype) -> None:
+    """Integers would be multiplied as integers, and give zeros without a word."""
+    with pytest.raises(ValueError, match="expected a floating dtype"):
+        layer()(torch.ones(2, 48, dtype=dtype))
+
+
 def test_gradient_in_double() -> None:
     """The decoder's fp32 values are exact in fp64, so gradcheck sees a linear map."""
     module = layer(8, 16).double()
