@@ -13,20 +13,21 @@ VOCABULARY, LENGTH = 64, 12
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def tiny_base(seed: int = 0, dtype: torch.dtype = torch.float32, packed: bool = True) -> LlamaForCausalLM:
+def tiny_base(
+    seed: int = 0, dtype: torch.dtype = torch.float32, packed: bool = True, **changes: int
+) -> LlamaForCausalLM:
     """Two layers, width 32, GQA; every projection packed, embeddings, norms and head dense."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        attention_bias=True,
-        use_cache=False,
-    )
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    config = LlamaConfig(**settings | changes, attention_bias=True, use_cache=False)
     model = LlamaForCausalLM(config).to(dtype)
     for fqn, module in list(model.named_modules()):
         if packed and fqn.split(".")[-1] in PROJECTIONS:
@@ -43,11 +44,13 @@ def tiny_lora(
     dropout: float = 0.0,
     packed: bool = True,
     device: str = "cpu",
+    targets: list[str] = PROJECTIONS,
+    **changes: int,
 ) -> peft.PeftModel:
     """The tiny base with an adapter on every projection whose B is not zero, so that A has gradients at once."""
-    base = tiny_base(seed, dtype, packed).to(device)
+    base = tiny_base(seed, dtype, packed, **changes).to(device)
     torch.manual_seed(1000 + adapter_seed)
-    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=PROJECTIONS)
+    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=targets)
     model = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
         if "lora_" in name:

@@ -1,0 +1,214 @@
+"""Tensor-parallel LoRA on a packed base, compared with one process on the same batch.
+
+They must agree: every product is the same, cut along rows or summed over columns; only sums over columns change their
+order, hence 1e-5 in fp32 for losses, gradients and five AdamW steps. AdamW's eps is 1e-5 here: with 1e-8 it divides a
+gradient that is nothing but rounding by itself, and a step of +-lr comes out of either sign of that rounding.
+"""
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from halfbyte.lora.merge_aware import make_merge_aware
+from halfbyte.nvfp4.activation import ActivationQuant
+from halfbyte.nvfp4.convert import nvfp4_modules
+from halfbyte.nvfp4.digest import shard_digest
+from halfbyte.nvfp4.linear import NVFP4Linear
+from halfbyte.parallel import ddp
+from halfbyte.parallel.tensor_parallel import clip_grad_norm, cut_factors, gather_factors, tensor_parallel
+from tests.dist import run
+from tests.parallel.models import PROJECTIONS, batch, loss_of, tiny_base, tiny_lora, trainable
+from tests.parallel.test_agree import text_of_error
+from tests.parallel.training import STEPS, error
+
+# Wide enough for four ranks: 4 kv heads, and 64 columns of o_proj in blocks of 16.
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+
+
+def mesh_of_all() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def train(model: nn.Module, mesh: Any, parts: list[int], max_norm: float | None = None) -> tuple[list[float], list]:
+    """Losses, and gradient norms where they are clipped; mesh None is one process."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-5)
+    losses, norms = [], []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        values = [loss_of(model, batch(step, part)) for part in parts]
+        for loss in values:
+            (loss / len(parts)).backward()
+        losses.append(sum(loss.item() for loss in values) / len(parts))
+        if max_norm is not None and mesh is not None:
+            norms.append(clip_grad_norm(model, max_norm, mesh).item())
+        elif max_norm is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def gradient_error(model: nn.Module, reference: nn.Module, mesh: Any) -> float:
+    """Of the first batch's gradients, those of cut factors gathered."""
+    for one in (model, reference):
+        loss_of(one, batch(0, 0)).backward()
+    mine, cut = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, cut_factors(model)
+    for name, dim in cut.items():
+        pieces = [torch.empty_like(mine[name]) for _ in range(mesh.size())]
+        dist.all_gather(pieces, mine[name])
+        mine[name] = torch.cat(pieces, dim)
+    worst = error(mine, {n: p.grad for n, p in reference.named_parameters() if p.grad is not None})
+    model.zero_grad()
+    reference.zero_grad()
+    return worst
+
+
+def compare(options: dict[str, Any], max_norm: float | None) -> tuple[float, float, float, float]:
+    """Errors of losses, norms, gradients and factors against one process; rank one starts on the meta device."""
+    mesh, rank = mesh_of_all(), dist.get_rank()
+    model = tiny_lora(**options, adapter_seed=0, device="meta" if rank else "cpu").train()
+    tensor_parallel(model, mesh)
+    reference = tiny_lora(**options).train()
+    gradients = gradient_error(model, reference, mesh)
+    losses, norms = train(model, mesh, [0], max_norm)
+    expected_losses, expected_norms = train(reference, None, [0], max_norm)
+    return (
+        (torch.tensor(losses) / torch.tensor(expected_losses) - 1).abs().max().item(),
+        (torch.tensor(norms) / torch.tensor(expected_norms) - 1).abs().max().item() if norms else 0.0,
+        gradients,
+        error(gather_factors(model, mesh), trainable(reference)),
+    )
+
+
+CASES: dict[str, tuple[int, dict[str, Any], float | None]] = {
+    "all seven, 2 ranks": (2, {}, None),
+    "q and o, 2 ranks, clipped": (2, {"targets": ["q_proj", "o_proj"]}, 0.05),
+    "all seven, 4 ranks, clipped": (4, WIDE, 0.05),
+    "dense base": (2, {"packed": False}, None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name: str) -> None:
+    ranks, options, max_norm = CASES[name]
+    for errors in run(ranks, compare, options, max_norm):
+        assert max(errors) < 1e-5, errors
+
+
+def base_is_cut_not_copied() -> tuple[int, float, bool]:
+    """Sum of this rank's shard digests; its share of the bytes; whether a fresh adapter leaves the forward as it is."""
+    mesh, whole, model = mesh_of_all(), tiny_base(), tiny_base()
+    tensor_parallel(model, mesh)
+    rank, total = dist.get_rank(), 0
+    for fqn, layer in nvfp4_modules(model).items():
+        full = whole.get_submodule(fqn)
+        row = rank * layer.out_features if layer.out_features != full.out_features else 0
+        column = rank * layer.in_features if layer.in_features != full.in_features else 0
+        total += shard_digest(layer.parts(), row_offset=row, column_offset=column, in_features=full.in_features)
+    held = sum(p.numel() for p in model.parameters() if p.dtype == torch.uint8)
+    all_bytes = sum(p.numel() for p in whole.parameters() if p.dtype == torch.uint8)
+    logits = model(input_ids=batch(0, 0)).logits
+    adapted = tensor_parallel(peft.get_peft_model(tiny_base(), peft.LoraConfig(r=4, target_modules=PROJECTIONS)), mesh)
+    return total, held / all_bytes, torch.equal(logits, adapted(input_ids=batch(0, 0)).logits)
+
+
+def test_a_rank_holds_exactly_its_codes() -> None:
+    """A fresh adapter (B is zero) leaves the tensor-parallel forward of the bare base as it is, bit for bit."""
+    zero, one = run(2, base_is_cut_not_copied)
+    whole = sum(shard_digest(layer.parts()) for layer in nvfp4_modules(tiny_base()).values())
+    assert (zero[0] + one[0] - whole) % 2**64 == 0
+    assert zero[1] == pytest.approx(0.5, abs=0.01)
+    assert zero[2] and one[2]
+
+
+def two_by_two() -> float:
+    """SCENARIOS n20: the data-parallel half of each batch on a tensor-parallel pair."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = tensor_parallel(tiny_lora(adapter_seed=mesh["dp"].get_local_rank()), mesh["tp"])
+    wrapped = ddp(model, process_group=mesh["dp"].get_group())
+    train(wrapped, mesh["tp"], [mesh["dp"].get_local_rank()])
+    reference = tiny_lora()
+    train(reference, None, [0, 1])
+    return error(gather_factors(model, mesh["tp"]), trainable(reference))
+
+
+def test_two_by_two_equals_one_process_on_the_global_batch() -> None:
+    assert max(run(4, two_by_two)) < 1e-5
+
+
+def dropout_masks() -> tuple[list[float], list[float]]:
+    mesh = mesh_of_all()
+    model = tensor_parallel(tiny_lora(dropout=0.5, targets=["q_proj", "v_proj"]), mesh).train()
+    return train(model, mesh, [0])[0], train(tiny_lora(dropout=0.5, targets=["q_proj", "v_proj"]).train(), None, [0])[0]
+
+
+def test_dropout_on_a_whole_input_is_the_mask_of_one_process() -> None:
+    for losses, expected in run(2, dropout_masks):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def replaced(model: nn.Module, layer: nn.Module) -> nn.Module:
+    model.model.layers[1].mlp.down_proj = layer
+    return model
+
+
+def refusals() -> list[tuple[str, str]]:
+    mesh, found = mesh_of_all(), []
+    dynamic = tiny_base()
+    for layer in nvfp4_modules(dynamic).values():
+        layer.activation = ActivationQuant()
+    odd_style = tiny_base()
+    odd_style.config.base_model_tp_plan = {"layers.*.mlp.up_proj": "sequence_parallel"}
+    no_plan = tiny_base()
+    no_plan.config.base_model_tp_plan = None
+    dora = peft.get_peft_model(tiny_base(packed=False), peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]))
+    biased = peft.LoraConfig(r=2, lora_bias=True, target_modules=["q_proj"])
+    for model in (
+        tiny_base(num_attention_heads=1, num_key_value_heads=1),
+        replaced(tiny_base(), NVFP4Linear(48, 32)),
+        dynamic,
+        odd_style,
+        no_plan,
+        dora,
+        peft.get_peft_model(tiny_base(), biased),
+        make_merge_aware(tiny_lora()),
+    ):
+        found.append(text_of_error(tensor_parallel, model, mesh))
+    return found
+
+
+def test_refused_before_anything_is_cut() -> None:
+    zero, one = run(2, refusals)
+    assert zero == one
+    words = [
+        "num_attention_heads is 1, not divisible by the 2 ranks",
+        "model.layers.1.mlp.down_proj: in_features 48 over 2 ranks gives 24 columns, expected a multiple of 16",
+        "dynamic activations",
+        "the plan says sequence_parallel, expected colwise or rowwise",
+        "no tensor-parallel plan",
+        "DoRA and other LoRA variants",
+        "a bias in the adapter",
+        "merge-aware LoRA under tensor parallelism is not supported",
+    ]
+    for (kind, text), expected in zip(zero, words, strict=True):
+        assert kind == "ValueError" and expected in text
+
+
+def diverged_replicas() -> tuple[str, str]:
+    mesh = mesh_of_all()
+    model = tensor_parallel(tiny_lora(), mesh)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            factor: Tensor = next(p for n, p in model.named_parameters() if "q_proj.lora_A" in n)
+            factor[0, 0] += 1
+    return text_of_error(gather_factors, model, mesh)
+
+
+def test_replicas_that_differ_are_found_when_gathered() -> None:
+    zero, one = run(2, diverged_replicas)
+    assert zero == one and "q_proj.lora_A.default.weight is held whole by all ranks, but they differ" in zero[1]
