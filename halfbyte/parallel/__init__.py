@@ -8,6 +8,7 @@ from halfbyte.parallel.gather import gather_trainable, save_adapter
 from halfbyte.parallel.mesh import data_mesh
 from halfbyte.parallel.sharded_checkpoint import load_sharded, save_sharded
 from halfbyte.parallel.synchronize import SyncReport, synchronize
+from halfbyte.parallel.tensor_parallel import tensor_parallel
 
 __all__ = [
     "SyncReport",
@@ -22,5 +23,6 @@ __all__ = [
     "save_sharded",
     "shard_new_adapter",
     "synchronize",
+    "tensor_parallel",
     "together",
 ]

@@ -22,6 +22,7 @@ from halfbyte.nvfp4.digest import model_digest, weight_digest
 from halfbyte.nvfp4.format import NVFP4Parts, bytes_to_float
 from halfbyte.nvfp4.linear import COMPONENTS, NVFP4Linear
 from halfbyte.parallel.agree import together
+from halfbyte.parallel.tp_layers import ColumnNVFP4Linear, RowNVFP4Linear, cut_factors, gathered, whole_features
 
 SAVE_TIMEOUT_S = 600.0
 
@@ -30,14 +31,23 @@ SAVE_TIMEOUT_S = 600.0
 def gather_trainable(model: nn.Module) -> dict[str, Tensor]:
     """Every trainable parameter, whole, on the CPU, by name. Call it on all ranks; all get it.
 
-    model   plain, under DDP, sharded by FSDP2, or partitioned by ZeRO-3 (the engine's module).
-    raises  RuntimeError naming the layer when an adapter factor does not have the shape its layer asks for.
+    model   plain, under DDP, sharded by FSDP2, partitioned by ZeRO-3 (the engine's module), or tensor-parallel.
+    raises  RuntimeError naming the layer when an adapter factor does not have the shape its layer asks for, or when
+            tensor-parallel ranks differ in one that each of them holds whole.
     """
-    whole = {
-        name.removeprefix("module."): _whole(parameter).cpu()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    cut = cut_factors(model)
+    mesh_group = next((group for _, group in cut.values()), None)
+    whole = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name in cut:
+            tensor = gathered(parameter, *cut[name])
+        else:
+            tensor = _whole(parameter)
+            if mesh_group is not None:
+                _check_replicas(name, tensor, mesh_group)
+        whole[name.removeprefix("module.")] = tensor.cpu()
     check_factors(model, whole)
     return whole
 
@@ -93,6 +103,9 @@ def describe_adapter(model: nn.Module, *, start_step: int = 0) -> metadata.Adapt
 def whole_parts(layer: NVFP4Linear) -> NVFP4Parts:
     """The components of a layer, gathered where an engine shards them; call it on all ranks."""
     qdata, scale, global_scale = (_whole(getattr(layer, name)) for name in COMPONENTS)
+    if isinstance(layer, (ColumnNVFP4Linear, RowNVFP4Linear)):
+        dim = 0 if isinstance(layer, ColumnNVFP4Linear) else 1
+        qdata, scale = gathered(qdata, dim, layer.group), gathered(scale, dim, layer.group)
     return NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), bytes_to_float(global_scale))
 
 
@@ -109,9 +122,9 @@ def check_factors(model: nn.Module, whole: dict[str, Tensor]) -> None:
     for fqn, module in model.named_modules():
         if not hasattr(module, "lora_A") or not hasattr(module, "base_layer"):
             continue
-        fqn, base = fqn.removeprefix("module."), module.base_layer
+        fqn, (rows, columns) = fqn.removeprefix("module."), whole_features(module.base_layer)  # type: ignore[arg-type]
         for adapter, r in getattr(module, "r", {}).items():
-            for factor, shape in (("lora_A", (r, base.in_features)), ("lora_B", (base.out_features, r))):
+            for factor, shape in (("lora_A", (r, columns)), ("lora_B", (rows, r))):
                 found = whole.get(f"{fqn}.{factor}.{adapter}.weight")
                 if found is not None and tuple(found.shape) != shape:
                     raise RuntimeError(
@@ -121,6 +134,11 @@ def check_factors(model: nn.Module, whole: dict[str, Tensor]) -> None:
     empty = [name for name, tensor in whole.items() if tensor.numel() == 0]
     if empty:
         raise RuntimeError(f"{empty[0]} was gathered as an empty tensor; nothing was written.")
+
+
+def _check_replicas(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    if not torch.equal(gathered(tensor[None], 0, group), tensor.expand(dist.get_world_size(group), *tensor.shape)):
+        raise RuntimeError(f"{name} is held whole by all ranks, but they differ: did they see different batches?")
 
 
 def _whole(parameter: Any) -> Tensor:

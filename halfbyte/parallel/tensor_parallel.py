@@ -22,7 +22,6 @@ from halfbyte.nvfp4.linear import NVFP4Linear
 from halfbyte.parallel.agree import CHECK_TIMEOUT_S, together
 from halfbyte.parallel.synchronize import synchronize
 from halfbyte.parallel.tp_layers import (
-    CUT_DIM,
     ColumnLinear,
     ColumnNVFP4Linear,
     CutFactorA,
@@ -30,6 +29,7 @@ from halfbyte.parallel.tp_layers import (
     RowLinear,
     RowNVFP4Linear,
     WholeFactorA,
+    cut_factors,
     rebuild,
 )
 
@@ -103,17 +103,11 @@ def check_layer(name: str, style: str, base: nn.Linear, degree: int) -> None:
     size = base.out_features if style == COLUMN else base.in_features
     if size % degree:
         raise ValueError(f"{name}: {size} features do not divide over {degree} ranks")
-    if isinstance(base, NVFP4Linear) and style == ROW:
-        if size // degree % BLOCK_SIZE:
-            raise ValueError(
-                f"{name}: in_features {size} over {degree} ranks gives {size // degree} columns, expected a multiple "
-                f"of {BLOCK_SIZE}: the number of ranks must divide {size // BLOCK_SIZE}"
-            )
-        if base.activation is not None and base.activation.scale is None:
-            raise ValueError(
-                f"{name}: dynamic activations take their scale from the whole input, of which a rank holds a part; "
-                "this is not supported. Use a weight-only base, or DDP or FSDP2."
-            )
+    if isinstance(base, NVFP4Linear) and style == ROW and size // degree % BLOCK_SIZE:
+        raise ValueError(
+            f"{name}: in_features {size} over {degree} ranks gives {size // degree} columns, expected a multiple of "
+            f"{BLOCK_SIZE}: the number of ranks must divide {size // BLOCK_SIZE}"
+        )
 
 
 def check_adapter(name: str, module: nn.Module) -> None:
@@ -164,26 +158,6 @@ def part(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     if raw.dtype == torch.float8_e4m3fn:
         return part(raw.view(torch.uint8), dim, mesh).view(torch.float8_e4m3fn)
     return raw.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
-
-
-def cut_factors(model: nn.Module) -> dict[str, int]:
-    """Name of each trainable parameter that is cut -> dimension."""
-    return {f"{fqn}.weight": CUT_DIM[type(module)] for fqn, module in model.named_modules() if type(module) in CUT_DIM}
-
-
-@torch.no_grad()
-def gather_factors(model: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Trainable parameters, whole, by name; RuntimeError when ranks differ in one of which all hold the whole."""
-    cut, group, found = cut_factors(model), mesh.get_group(), {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        pieces = [torch.empty_like(parameter) for _ in range(mesh.size())]
-        dist.all_gather(pieces, parameter.detach().contiguous(), group=group)
-        if name not in cut and any(not torch.equal(piece, pieces[0]) for piece in pieces):
-            raise RuntimeError(f"{name} is held whole by all ranks, but they differ: did they see different batches?")
-        found[name] = torch.cat(pieces, cut[name]) if name in cut else pieces[0]
-    return found
 
 
 @torch.no_grad()

@@ -13,12 +13,17 @@ All are `nn.Linear`s in the place of the layer they came from, so PEFT's forward
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from halfbyte.nvfp4 import matmul
+from halfbyte.nvfp4.activation import ActivationQuant
+from halfbyte.nvfp4.format import E4M3_MAX
 from halfbyte.nvfp4.linear import NVFP4Linear
+from halfbyte.nvfp4.scaling import E2M1_MAX, SMALLEST
 from halfbyte.parallel.tp_ops import copy_to_mesh, sum_over_mesh
 
 
@@ -37,9 +42,22 @@ class RowNVFP4Linear(NVFP4Linear):
     group: ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        part = matmul.linear(input, self.qdata, self.scale, self.global_scale, None, self.activation)
+        activation = self.activation
+        if activation is not None and activation.scale is None:
+            activation = ActivationQuant(self.mesh_scale(input))
+        part = matmul.linear(input, self.qdata, self.scale, self.global_scale, None, activation)
         whole = sum_over_mesh(part, self.group)
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)
+
+    def mesh_scale(self, input: Tensor) -> float:
+        """Tensor scale of the whole input, of which a rank holds a part, so that its codes are those of one process.
+
+        Waits for the GPU. ValueError, from ActivationQuant, when the input is not finite.
+        """
+        low, high = torch.aminmax(input.detach())
+        amax = torch.maximum(-low, high).float()
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+        return (amax / (E4M3_MAX * E2M1_MAX)).clamp(min=SMALLEST).item()
 
 
 class ColumnLinear(nn.Linear):
@@ -85,6 +103,30 @@ class CutFactorB(nn.Linear):
 
 CUT_DIM: dict[type[nn.Module], int] = {CutFactorA: 1, CutFactorB: 0}
 """Dimension along which a trainable factor's weight is cut; of all others every rank holds the whole."""
+
+
+def cut_factors(model: nn.Module) -> dict[str, tuple[int, ProcessGroup]]:
+    """Name of each trainable parameter that is cut -> (dimension, the ranks that hold its parts)."""
+    return {
+        f"{fqn}.weight": (CUT_DIM[type(module)], module.group)  # type: ignore[dict-item]
+        for fqn, module in model.named_modules()
+        if type(module) in CUT_DIM
+    }
+
+
+def whole_features(base: nn.Linear) -> tuple[int, int]:
+    """(out, in) features of a layer, counted over all ranks that share it."""
+    size = dist.get_world_size(base.group) if hasattr(base, "group") else 1  # type: ignore[arg-type]
+    rows = size if isinstance(base, (ColumnNVFP4Linear, ColumnLinear)) else 1
+    columns = size if isinstance(base, (RowNVFP4Linear, RowLinear)) else 1
+    return rows * base.out_features, columns * base.in_features
+
+
+def gathered(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """All ranks' parts of a tensor, joined along a dimension; on every rank."""
+    pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pieces, tensor.detach().contiguous(), group=group)
+    return torch.cat(pieces, dim)
 
 
 def rebuild(cls: type[Any], old: nn.Linear, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Any:

@@ -5,6 +5,7 @@ order, hence 1e-5 in fp32 for losses, gradients and five AdamW steps. AdamW's ep
 gradient that is nothing but rounding by itself, and a step of +-lr comes out of either sign of that rounding.
 """
 
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -14,13 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from halfbyte.lora.adapter_files import load_adapter
 from halfbyte.lora.merge_aware import make_merge_aware
 from halfbyte.nvfp4.activation import ActivationQuant
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.nvfp4.digest import shard_digest
 from halfbyte.nvfp4.linear import NVFP4Linear
 from halfbyte.parallel import ddp
-from halfbyte.parallel.tensor_parallel import clip_grad_norm, cut_factors, gather_factors, tensor_parallel
+from halfbyte.parallel.gather import gather_trainable, save_adapter
+from halfbyte.parallel.tensor_parallel import clip_grad_norm, tensor_parallel
+from halfbyte.parallel.tp_layers import cut_factors, gathered
 from tests.dist import run
 from tests.parallel.models import PROJECTIONS, batch, loss_of, tiny_base, tiny_lora, trainable
 from tests.parallel.test_agree import text_of_error
@@ -53,15 +57,12 @@ def train(model: nn.Module, mesh: Any, parts: list[int], max_norm: float | None 
     return losses, norms
 
 
-def gradient_error(model: nn.Module, reference: nn.Module, mesh: Any) -> float:
+def gradient_error(model: nn.Module, reference: nn.Module) -> float:
     """Of the first batch's gradients, those of cut factors gathered."""
     for one in (model, reference):
         loss_of(one, batch(0, 0)).backward()
     mine, cut = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, cut_factors(model)
-    for name, dim in cut.items():
-        pieces = [torch.empty_like(mine[name]) for _ in range(mesh.size())]
-        dist.all_gather(pieces, mine[name])
-        mine[name] = torch.cat(pieces, dim)
+    mine |= {name: gathered(mine[name], *where) for name, where in cut.items()}
     worst = error(mine, {n: p.grad for n, p in reference.named_parameters() if p.grad is not None})
     model.zero_grad()
     reference.zero_grad()
@@ -74,14 +75,14 @@ def compare(options: dict[str, Any], max_norm: float | None) -> tuple[float, flo
     model = tiny_lora(**options, adapter_seed=0, device="meta" if rank else "cpu").train()
     tensor_parallel(model, mesh)
     reference = tiny_lora(**options).train()
-    gradients = gradient_error(model, reference, mesh)
+    gradients = gradient_error(model, reference)
     losses, norms = train(model, mesh, [0], max_norm)
     expected_losses, expected_norms = train(reference, None, [0], max_norm)
     return (
         (torch.tensor(losses) / torch.tensor(expected_losses) - 1).abs().max().item(),
         (torch.tensor(norms) / torch.tensor(expected_norms) - 1).abs().max().item() if norms else 0.0,
         gradients,
-        error(gather_factors(model, mesh), trainable(reference)),
+        error(gather_trainable(model), trainable(reference)),
     )
 
 
@@ -134,7 +135,7 @@ def two_by_two() -> float:
     train(wrapped, mesh["tp"], [mesh["dp"].get_local_rank()])
     reference = tiny_lora()
     train(reference, None, [0, 1])
-    return error(gather_factors(model, mesh["tp"]), trainable(reference))
+    return error(gather_trainable(model), trainable(reference))
 
 
 def test_two_by_two_equals_one_process_on_the_global_batch() -> None:
@@ -152,6 +153,46 @@ def test_dropout_on_a_whole_input_is_the_mask_of_one_process() -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def dynamic(model: nn.Module) -> nn.Module:
+    for layer in nvfp4_modules(model).values():
+        layer.activation = ActivationQuant()
+    return model
+
+
+def dynamic_logits() -> tuple[float, float]:
+    """Largest difference of logits, and gradient error, with inputs quantized by the scale of the whole input."""
+    model, reference = dynamic(tiny_lora()), dynamic(tiny_lora())
+    tensor_parallel(model, mesh_of_all())
+    difference = (model(input_ids=batch(0, 0)).logits - reference(input_ids=batch(0, 0)).logits).abs().max().item()
+    return difference, gradient_error(model, reference)
+
+
+def test_dynamic_activations_take_the_scale_of_the_whole_input() -> None:
+    """A rank's own scale would differ from the whole input's by a factor, and move codes by whole steps (1e-2)."""
+    for difference, gradients in run(2, dynamic_logits):
+        assert difference < 1e-5 and gradients < 1e-5
+
+
+def save_from_two(folder: str) -> Tensor:
+    model = tensor_parallel(tiny_lora(**WIDE), mesh_of_all())
+    train(model, mesh_of_all(), [0])
+    save_adapter(model, folder)
+    return model.eval()(input_ids=batch(0, 0)).logits.detach()
+
+
+def load_cut(folder: str) -> Tensor:
+    model = peft.PeftModel.from_pretrained(tiny_base(**WIDE), folder)
+    return tensor_parallel(model, mesh_of_all())(input_ids=batch(0, 0)).logits.detach()
+
+
+def test_saved_on_two_loaded_on_one_and_four(tmp_path: Path) -> None:
+    """SCENARIOS n13; the metadata describes the whole base."""
+    logits = run(2, save_from_two, str(tmp_path))[0]
+    loaded = load_adapter(tiny_base(**WIDE), tmp_path)
+    assert torch.allclose(loaded(input_ids=batch(0, 0)).logits, logits, atol=1e-5)
+    assert torch.allclose(run(4, load_cut, str(tmp_path))[3], logits, atol=1e-5)
+
+
 def replaced(model: nn.Module, layer: nn.Module) -> nn.Module:
     model.model.layers[1].mlp.down_proj = layer
     return model
@@ -159,9 +200,6 @@ def replaced(model: nn.Module, layer: nn.Module) -> nn.Module:
 
 def refusals() -> list[tuple[str, str]]:
     mesh, found = mesh_of_all(), []
-    dynamic = tiny_base()
-    for layer in nvfp4_modules(dynamic).values():
-        layer.activation = ActivationQuant()
     odd_style = tiny_base()
     odd_style.config.base_model_tp_plan = {"layers.*.mlp.up_proj": "sequence_parallel"}
     no_plan = tiny_base()
@@ -171,7 +209,6 @@ def refusals() -> list[tuple[str, str]]:
     for model in (
         tiny_base(num_attention_heads=1, num_key_value_heads=1),
         replaced(tiny_base(), NVFP4Linear(48, 32)),
-        dynamic,
         odd_style,
         no_plan,
         dora,
@@ -188,7 +225,6 @@ def test_refused_before_anything_is_cut() -> None:
     words = [
         "num_attention_heads is 1, not divisible by the 2 ranks",
         "model.layers.1.mlp.down_proj: in_features 48 over 2 ranks gives 24 columns, expected a multiple of 16",
-        "dynamic activations",
         "the plan says sequence_parallel, expected colwise or rowwise",
         "no tensor-parallel plan",
         "DoRA and other LoRA variants",
@@ -206,7 +242,7 @@ def diverged_replicas() -> tuple[str, str]:
         with torch.no_grad():
             factor: Tensor = next(p for n, p in model.named_parameters() if "q_proj.lora_A" in n)
             factor[0, 0] += 1
-    return text_of_error(gather_factors, model, mesh)
+    return text_of_error(gather_trainable, model)
 
 
 def test_replicas_that_differ_are_found_when_gathered() -> None:
