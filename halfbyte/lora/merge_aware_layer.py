@@ -12,6 +12,7 @@ import torch
 from peft.tuners.lora import Linear as PeftLoraLinear
 from torch import Tensor, nn
 
+from halfbyte.lora.fused_layer import FusedLoraLinear
 from halfbyte.lora.merge import Recipe, merge
 from halfbyte.lora.merge_aware_matmul import Components, merge_aware_linear
 from halfbyte.nvfp4.format import NVFP4Parts
@@ -56,12 +57,12 @@ def same_values(kept: Tensor, now: Tensor) -> bool:
     return kept.device == now.device and kept.dtype == now.dtype and torch.equal(kept, now)
 
 
-class MergeAwareLinear(PeftLoraLinear):
+class MergeAwareLinear(FusedLoraLinear):
     """PEFT's `lora.Linear` over an NVFP4Linear; y = x W'^T + bias with W' = Q(W + s B A).
 
     recipe   how W' is rounded, of this layer.
     keep     keep the packed W' until a factor changes (else each forward and backward computes it); None: on a CPU.
-    active   False: PEFT's own forward, the unmerged sum (before the start step).
+    active   False: the unmerged sum, as a fused layer computes it (before the start step).
     """
 
     recipe: Recipe
@@ -70,7 +71,9 @@ class MergeAwareLinear(PeftLoraLinear):
     kept: KeptWeight | None
 
     @classmethod
-    def from_peft(cls, layer: PeftLoraLinear, recipe: Recipe, keep: bool | None, active: bool) -> "MergeAwareLinear":
+    def from_peft(  # type: ignore[override]  # also takes how to merge
+        cls, layer: PeftLoraLinear, recipe: Recipe, keep: bool | None, active: bool
+    ) -> "MergeAwareLinear":
         """A layer that shares the old one's parameters, modules, hooks and settings."""
         merge_aware = cls.__new__(cls)
         merge_aware.__dict__.update(layer.__dict__)

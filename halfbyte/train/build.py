@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from halfbyte.checkpoint.load import load_model
+from halfbyte.lora import fuse
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.parallel import synchronize, together
 from halfbyte.parallel.deepspeed import client_config, read_deepspeed_config, tell_deepspeed
@@ -77,14 +78,14 @@ def load_base(config: TrainConfig, folder: Path, device: torch.device) -> Any:
 
 
 def attach_adapter(config: TrainConfig, base: Any, folder: Path) -> Any:
-    """PEFT's LoRA on the base; A is drawn from the run's seed."""
+    """PEFT's LoRA on the base, fused (lora/fused.py) or merge-aware; A is drawn from the run's seed."""
     from peft import get_peft_model
     from transformers import set_seed
 
     check_targets(base, config)
     set_seed(config.seed)
     model = get_peft_model(base, lora_config(config), low_cpu_mem_usage=base.device.type == "meta")
-    return merge_aware.attach(config, model, folder) if config.merge_aware else model
+    return merge_aware.attach(config, model, folder) if config.merge_aware else fuse(model)
 
 
 def lora_config(config: TrainConfig) -> Any:
