@@ -1,0 +1,64 @@
+"""What an optimizer refuses: options, parameters, gradients and states."""
+
+import pytest
+import torch
+from torch import nn
+
+from halfbyte.optim import Adam8bit, AdamW8bit
+from tests.optim.training import params_of, train
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"lr": -1.0}, "lr"),
+        ({"lr": torch.ones(2)}, "lr"),
+        ({"eps": -1e-8}, "eps"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"betas": (1.0, 0.9)}, "betas"),
+        ({"block_size": 0}, "block_size"),
+        ({"min_quant_numel": -1}, "min_quant_numel"),
+        ({"differentiable": True}, "differentiable"),
+        ({"lr": float("nan")}, "lr"),
+    ],
+)
+@pytest.mark.parametrize("cls", [AdamW8bit, Adam8bit])
+def test_wrong_options_are_refused(cls: type, options: dict, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        cls(params_of(), **options)
+
+
+def test_unknown_option_is_refused() -> None:
+    for cls in (AdamW8bit, Adam8bit):
+        with pytest.raises(TypeError, match="blocksize"):
+            cls(params_of(), blocksize=64)
+
+
+def test_complex_and_sparse_are_refused() -> None:
+    """o23"""
+    with pytest.raises(ValueError, match="view_as_real"):
+        AdamW8bit([nn.Parameter(torch.zeros(8, dtype=torch.complex64))])
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer = AdamW8bit(embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse"):
+        optimizer.step()
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = AdamW8bit(params_of())
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.add_param_group({"params": params_of([(3,)]), "lr": -1.0})
+    assert len(optimizer.param_groups) == 1
+    train(optimizer, optimizer.param_groups[0]["params"], 1)
+
+
+@pytest.mark.parametrize("name, other", [("exp_avg", torch.zeros(7, dtype=torch.uint8)), ("step", torch.zeros(2))])
+def test_a_state_resized_by_hand_is_refused(name: str, other: torch.Tensor) -> None:
+    """The fast kernels go by addresses; on the plain path torch itself would complain."""
+    params = params_of([(64, 128)])
+    optimizer = AdamW8bit(params)
+    train(optimizer, params, 1)
+    optimizer.state[params[0]][name] = other
+    with pytest.raises(RuntimeError, match="load_state_dict|size|Scalar|scalar"):
+        train(optimizer, params, 1)
