@@ -23,6 +23,7 @@ from halfbyte.checkpoint.output import DISK_FULL
 
 MARKER = "halfbyte_checkpoint.json"
 STAGING = ".unfinished"
+REMOVED = ".removed-"
 PREFIX = "checkpoint-"
 ADAPTER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")  # not the run's .pt, .pth and .bin
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # how the system, torch and safetensors report a full disk
@@ -35,8 +36,9 @@ def staging_folder(output_dir: Path) -> Path:
 
 
 def clear_staging(output_dir: Path) -> None:
-    """Remove what a killed run left unfinished."""
-    shutil.rmtree(staging_folder(output_dir), ignore_errors=True)
+    """Remove what a killed run left unfinished, or half deleted."""
+    for folder in (staging_folder(output_dir), *output_dir.glob(f"{REMOVED}*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def seal(folder: Path, *, step: int, run: Mapping[str, Any]) -> None:
@@ -62,10 +64,15 @@ def publish(staged: Path, final: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder if it is there, its marker first: what is half deleted must not look complete."""
-    (folder / MARKER).unlink(missing_ok=True)
+    """Delete a folder if it is there, renamed first: what is half deleted must not look like a checkpoint.
+
+    The next start clears away what a kill leaves of it.
+    """
+    aside = folder.with_name(REMOVED + folder.name)
+    shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(folder)
+        os.replace(folder, aside)
+        shutil.rmtree(aside)
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 
 import pytest
 
@@ -86,6 +87,25 @@ def test_rotation_counts_complete_checkpoints_only(keep, left, tmp_path) -> None
     (tmp_path / "checkpoint-4").mkdir()
     resume.rotate(tmp_path, keep)
     assert names(tmp_path) == [f"checkpoint-{step}" for step in left]
+
+
+def test_a_kill_while_deleting_leaves_nothing_for_good(tmp_path, monkeypatch) -> None:
+    """What is half deleted has left its name before, and the next start clears it away."""
+    for step in (1, 2):
+        write_checkpoint(tmp_path, step)
+    real = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **kwargs: path.exists() and interrupt(path))
+
+    def interrupt(path) -> None:
+        next(path.iterdir()).unlink()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resume.rotate(tmp_path, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {".removed-checkpoint-1", "checkpoint-2"}
+    monkeypatch.setattr(shutil, "rmtree", real)
+    resume.clear_staging(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2"}
 
 
 def test_a_failed_save_says_what_is_still_there(tmp_path) -> None:
