@@ -32,7 +32,7 @@ def imported_rooms(path: Path) -> set[str]:
 def test_imports_look_left(path: Path) -> None:
     room = path.relative_to(PACKAGE).parts[0]
     for other in imported_rooms(path) - {room}:
-        assert RANK[other] < RANK[room], f"{path.relative_to(PACKAGE)} ({room}) imports {other}, which is not to its left"
+        assert RANK[other] < RANK[room], f"{path.relative_to(PACKAGE)} imports {other}, which is not left of {room}"
 
 
 def test_every_folder_is_a_room() -> None:
