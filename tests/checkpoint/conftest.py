@@ -114,3 +114,17 @@ def adapter(tmp_path_factory: pytest.TempPathFactory, ours: Path) -> Path:
     folder = tmp_path_factory.mktemp("adapter") / "a"
     make_adapter(folder, load_model(ours, dtype=torch.float32))
     return folder
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory, ours: Path) -> dict[str, Path]:
+    """One model in each format, the later two exported from torchao's."""
+    from halfbyte.checkpoint.export import export_checkpoint
+
+    root = tmp_path_factory.mktemp("formats")
+    folders = {"torchao": ours}
+    for format in ("compressed-tensors", "modelopt"):
+        report = export_checkpoint(ours, root / format, format=format, max_shard_size="8KB")
+        assert (report.num_layers, report.moved_scales, report.rescaled, report.notices) == (14, {}, {}, [])
+        folders[format] = root / format
+    return folders
