@@ -54,6 +54,20 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.close(lock)
 
 
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold the lock of an existing folder for the block; it leaves no file, and ends with the process.
+
+    raises  RuntimeError when another live run holds it.
+    """
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(fd, folder)
+        yield
+    finally:
+        os.close(fd)
+
+
 def check_free(out: Path) -> None:
     """FileExistsError unless `out` is absent or an empty folder."""
     if out.is_dir() and not any(out.iterdir()):

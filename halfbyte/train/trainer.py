@@ -10,6 +10,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import PrinterCallback
 from trl import SFTTrainer
 
 from halfbyte.checkpoint import resume
-from halfbyte.checkpoint.output import atomic_folder
+from halfbyte.checkpoint.output import atomic_folder, only_writer
 from halfbyte.lora import metadata, start_step
 from halfbyte.lora.names import base_name
 from halfbyte.nvfp4.convert import nvfp4_modules
@@ -57,17 +58,22 @@ def train(config: TrainConfig) -> RunResult:
     raises   ValueError, FileNotFoundError, FileExistsError or PermissionError for what the user can mend, most of them
              before any weight is loaded; OSError when a checkpoint cannot be written.
     """
-    with process_group(build.pick_device(config)):
-        return train_on_this_rank(config)
+    with process_group(build.pick_device(config)), ExitStack() as until_done:
+        return train_on_this_rank(config, until_done)
 
 
-def train_on_this_rank(config: TrainConfig) -> RunResult:
-    """`train`, as one process of a launch or as the only one; what fails on one rank is raised on all."""
+def train_on_this_rank(config: TrainConfig, until_done: ExitStack) -> RunResult:
+    """`train`, as one process of a launch or as the only one; what fails on one rank is raised on all.
+
+    until_done  holds the lock of output_dir, which rank 0 takes once the folder is known to be good.
+    """
     output_dir = Path(config.output_dir)
     with together("Preparing the run", timeout=PREPARE_TIMEOUT_S):
         checkpoint = resume.find_checkpoint(output_dir, config.resume_from_checkpoint)
         anew = checkpoint is None and config.resume_from_checkpoint != "auto"
         data, folder, tokenizer = prepare(config, resuming=not anew)
+        if rank() == 0:
+            until_done.enter_context(only_writer(output_dir))
         run = run_identity(config, data)
         if checkpoint is not None:
             resume.check_same_run(checkpoint, run)

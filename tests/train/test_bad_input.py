@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from halfbyte.checkpoint.output import only_writer
 from halfbyte.cli.main import main
 from halfbyte.train.config import dump_config
 from halfbyte.train.trainer import train
@@ -56,6 +57,14 @@ def test_output_dir_not_writable(name, config, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="output_dir"):
         train(config(tmp_path / name))
+
+
+def test_two_runs_in_one_folder(config, tmp_path) -> None:
+    output_dir = tmp_path / "run"
+    output_dir.mkdir(exist_ok=True)
+    with only_writer(output_dir), pytest.raises(RuntimeError, match="another run is writing this folder"):
+        train(config(output_dir))
+    assert not any(output_dir.iterdir())
 
 
 def test_resume_without_a_checkpoint(config, tmp_path) -> None:
