@@ -41,10 +41,10 @@ def run_console(text: str) -> None:
 
 
 def check_requirement(requirement: str) -> None:
-    """The package's own name, with extras that it has."""
+    """This folder, with extras that the package has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     name, _, extras = requirement.rstrip("]").partition("[")
-    assert name == project["name"]
+    assert name == "."
     assert {extra for extra in extras.split(",") if extra} <= set(project["optional-dependencies"])
 
 
