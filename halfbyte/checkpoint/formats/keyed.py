@@ -119,3 +119,34 @@ class KeyedLayout:
 
     def _stored_scalar(self, value: Tensor) -> Tensor:
         return 1 / value if self.reciprocal else value
+
+
+class KeyedFormat:
+    """The half of a `Format` that its layout decides; a format adds its name, `find`, `declare` and the rest."""
+
+    layout: KeyedLayout
+
+    def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
+        return self.layout.read(shards, stored)
+
+    def read_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
+        return self.layout.read_scale(shards, stored)
+
+    def read_global_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
+        return self.layout.read_global_scale(shards, stored)
+
+    def plan(
+        self,
+        fqn: str,
+        model_fqn: str,
+        shape: tuple[int, int],
+        activation: ActivationQuant | None,
+        dtype: torch.dtype,
+    ) -> StoredWeight:
+        return self.layout.plan(fqn, model_fqn, shape, activation)
+
+    def encode(self, stored: StoredWeight, parts: NVFP4Parts) -> dict[str, Tensor]:
+        return self.layout.encode(stored, parts)
+
+    def file_metadata(self, names: list[str], weights: Mapping[str, StoredWeight]) -> dict[str, str]:
+        return {}

@@ -9,13 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from halfbyte.checkpoint.formats.base import Rename, StoredWeight, same_name
-from halfbyte.checkpoint.formats.keyed import KeyedLayout
+from halfbyte.checkpoint.formats.keyed import KeyedFormat, KeyedLayout
 from halfbyte.checkpoint.shards import Shards
-from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts
+from halfbyte.nvfp4.format import BLOCK_SIZE
 from halfbyte.nvfp4.linear import ActivationQuant
 
 QUANT_FILE = "hf_quant_config.json"
@@ -28,10 +25,11 @@ W4A4, W4A16, MIXED = "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"
 FUNCTION_CHANGING = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 
 
-class ModelOptFormat:
+class ModelOptFormat(KeyedFormat):
     """`Format` for ModelOpt's NVFP4 exports."""
 
     name = "modelopt"
+    layout = LAYOUT
 
     def find(self, shards: Shards, config: Mapping[str, Any], rename: Rename = same_name) -> dict[str, StoredWeight]:
         check_algorithm(shards, config)
@@ -39,32 +37,7 @@ class ModelOptFormat:
         def activation_of(fqn: str, scale: float | None) -> ActivationQuant | None:
             return None if scale is None else ActivationQuant(scale=scale)
 
-        return LAYOUT.find(shards, rename, activation_of)
-
-    def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
-        return LAYOUT.read(shards, stored)
-
-    def read_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
-        return LAYOUT.read_scale(shards, stored)
-
-    def read_global_scale(self, shards: Shards, stored: StoredWeight) -> Tensor:
-        return LAYOUT.read_global_scale(shards, stored)
-
-    def plan(
-        self,
-        fqn: str,
-        model_fqn: str,
-        shape: tuple[int, int],
-        activation: ActivationQuant | None,
-        dtype: torch.dtype,
-    ) -> StoredWeight:
-        return LAYOUT.plan(fqn, model_fqn, shape, activation)
-
-    def encode(self, stored: StoredWeight, parts: NVFP4Parts) -> dict[str, Tensor]:
-        return LAYOUT.encode(stored, parts)
-
-    def file_metadata(self, names: list[str], weights: Mapping[str, StoredWeight]) -> dict[str, str]:
-        return {}
+        return self.layout.find(shards, rename, activation_of)
 
     def declare(
         self, config: Mapping[str, Any], weights: Mapping[str, StoredWeight], dense_linears: list[str]
