@@ -41,7 +41,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield partial
         _sync(partial)
         os.replace(partial, out)
-        _sync_one(out.parent)
+        flush(out.parent)
     except BaseException as error:
         if not isinstance(error, AlreadyWriting):
             shutil.rmtree(partial, ignore_errors=True)
@@ -108,11 +108,12 @@ def _empty(folder: Path) -> None:
 
 def _sync(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
-        _sync_one(path)
-    _sync_one(folder)
+        flush(path)
+    flush(folder)
 
 
-def _sync_one(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have the disk hold what was written to a file, or which files a folder has."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

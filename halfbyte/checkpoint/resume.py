@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from halfbyte.checkpoint.output import DISK_FULL
+from halfbyte.checkpoint.output import DISK_FULL, flush
 
 MARKER = "halfbyte_checkpoint.json"
 STAGING = ".unfinished"
@@ -50,15 +50,15 @@ def seal(folder: Path, *, step: int, run: Mapping[str, Any]) -> None:
     text = json.dumps({"step": step, "run": dict(run), "files": files}, indent=1)
     (folder / MARKER).write_text(text)
     for path in _files(folder):
-        _flush(path)
-    _flush(folder)
+        flush(path)
+    flush(folder)
 
 
 def publish(staged: Path, final: Path) -> None:
     """Rename a sealed folder into place, over an older one of the same step if there is one."""
     remove(final)
     os.replace(staged, final)
-    _flush(final.parent)
+    flush(final.parent)
     with contextlib.suppress(OSError):  # the staging folder, unless something else lies in it
         staged.parent.rmdir()
 
@@ -178,11 +178,3 @@ class SaveError(OSError):
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
