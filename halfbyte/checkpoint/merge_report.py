@@ -27,6 +27,12 @@ class MergedLayer:
     kind: str
     retention: Retention
 
+    def figures(self) -> dict[str, str | float]:
+        """For the record beside the merged weights."""
+        kept = self.retention
+        numbers = {"kept": kept.kept, "noise": kept.noise, "relative_delta": kept.relative_delta}
+        return {"as": self.kind, **{name: round(value, 6) for name, value in numbers.items()}}
+
 
 @dataclass
 class MergeReport:

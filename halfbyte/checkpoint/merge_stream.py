@@ -142,6 +142,7 @@ class Merger:
             onto_dense=self.onto is not None,
             scales=self.recipe,
             retained=self.report.retained.kept,
+            layers={layer.name: layer.figures() for layer in self.report.layers},
             base_digest=self.recorded.base_digest if self.recorded else None,
             warnings=self.report.warnings,
         )

@@ -96,7 +96,7 @@ def quantize_checkpoint(
         plan = make_plan(source, exclude, lm_head, ACTIVATIONS[activations], FORMATS["torchao"])
         with atomic_folder(out) as folder:
             layers = write_weights(source, plan, folder, scales, max_shard_bytes, progress)
-            write_rest(source, plan, folder, scales)
+            write_rest(source, plan, folder, scales, layers)
     finally:
         source.close()
     size_after = sum(spec.size_bytes for spec in plan.specs.values())
@@ -277,7 +277,7 @@ def relative_error(weight: Tensor, parts: NVFP4Parts) -> float:
     return (wrong / total) ** 0.5 if total else 0.0
 
 
-def write_rest(source: DenseSource, plan: Plan, folder: Path, scales: str) -> None:
+def write_rest(source: DenseSource, plan: Plan, folder: Path, scales: str, layers: list[QuantizedLayer]) -> None:
     """config.json, the files beside the weights, and the record."""
     weights = {weight.fqn: weight for weight in plan.weights.values()}
     config = source.config_json()
@@ -285,4 +285,5 @@ def write_rest(source: DenseSource, plan: Plan, folder: Path, scales: str) -> No
     for name, content in plan.format.extra_files(config, plan.kept_out).items():
         write_json(folder / name, content)
     source.copy_sidecars(folder)
-    write_record(folder, made_by="quantize", scales=scales, dense=plan.dense)
+    errors = {layer.fqn: round(layer.error, 6) for layer in layers}
+    write_record(folder, made_by="quantize", scales=scales, dense=plan.dense, errors=errors)

@@ -12,8 +12,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-METRICS = "metrics.jsonl"
-PLOT = "loss.png"
+from halfbyte.train.files import METRICS, PLOT, read_metrics
+
+__all__ = ["METRICS", "PLOT", "read_metrics"]  # handed on; the rest is below
 LINES = 20  # of progress, where the output is no terminal
 
 
@@ -129,19 +130,6 @@ def progress_text(logs: dict[str, Any]) -> str:
         f"loss {logs['loss']:.4f}  lr {logs['learning_rate']:.2e}  {logs['tokens_per_second']:,.0f} tokens/s  "
         f"{logs['memory_gb']:.2f} GB"
     )
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a line cut short by a kill is left out, and no file is no rows."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
-    return rows
 
 
 def plot_losses(rows: list[dict[str, Any]], path: Path) -> None:

@@ -142,6 +142,9 @@ class TrainConfig(_Strict):
     deepspeed: str | None = None
     """A DeepSpeed config (JSON) for a launch of several processes: ZeRO-1, 2 or 3. DDP if unset."""
 
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """Processes that share one copy of the model, each layer cut over them; a launch has a multiple of them."""
+
     output_dir: str = Field(min_length=1)
     """Folder of the run. Must be new or empty, unless a run is resumed."""
     logging_steps: int = Field(default=1, gt=0)
@@ -158,6 +161,10 @@ class TrainConfig(_Strict):
     """true: the newest complete checkpoint in output_dir; auto: the same if there is one; or a checkpoint's folder."""
     seed: int = Field(default=42, ge=0, lt=2**32)
     """Seed of the adapter's init, the data order and the held-out choice."""
+    sample_prompts: list[str] = []
+    """Answered before and after the run, into samples.jsonl and the report."""
+    sample_max_new_tokens: int = Field(default=64, gt=0)
+    """Longest of these answers, in tokens."""
     report_to: list[str] = []
     """Also report to tensorboard, wandb, ..., beside metrics.jsonl."""
 
@@ -179,7 +186,7 @@ class TrainConfig(_Strict):
             )
         return value
 
-    @field_validator("report_to", mode="before")
+    @field_validator("report_to", "sample_prompts", mode="before")
     @classmethod
     def _one_name_is_a_list(cls, value: Any) -> Any:
         if value in (None, "none", "None"):
@@ -201,8 +208,17 @@ class TrainConfig(_Strict):
             raise ValueError(
                 "val_set_size and test_datasets are both set; held-out data can come from one of them only"
             )
+        if self.sample_prompts and self.deepspeed:
+            raise ValueError(
+                "sample_prompts and deepspeed are both set, but no process of a DeepSpeed run is sure to hold the "
+                "whole model to answer with; remove sample_prompts"
+            )
         if self.eval_steps and not (self.val_set_size or self.test_datasets):
             raise ValueError("eval_steps is set, but there is no held-out data; set val_set_size or test_datasets too")
+        if self.deepspeed and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"deepspeed and tensor_parallel_size {self.tensor_parallel_size} are both set; a run uses one of them"
+            )
         return self
 
 

@@ -21,6 +21,7 @@ from trl import SFTTrainer
 
 from halfbyte.checkpoint import resume
 from halfbyte.checkpoint.output import atomic_folder, only_writer
+from halfbyte.checkpoint.sidecar import read_record
 from halfbyte.lora import metadata, start_step
 from halfbyte.lora.names import base_name
 from halfbyte.nvfp4.convert import nvfp4_modules
@@ -32,11 +33,11 @@ from halfbyte.train import build, callbacks, merge_aware, preflight
 from halfbyte.train.config import TrainConfig, dump_config
 from halfbyte.train.data import Data, load_data
 from halfbyte.train.encode import IGNORED
+from halfbyte.train.files import ADAPTER, BASE, CONFIG, MEMORY, SAMPLES, VERSIONS
+from halfbyte.train.memory import MemoryByKind
 from halfbyte.train.packing import check_packing
+from halfbyte.train.samples import Samples
 
-ADAPTER = "adapter"
-CONFIG = "config.yaml"
-VERSIONS = "versions.json"
 PREPARE_TIMEOUT_S = 3600.0  # ranks wait this long for each other; reading a large data set takes a while
 SAVE_TIMEOUT_S = 600.0
 PACKAGES = ("halfbyte", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
@@ -93,6 +94,7 @@ def train_on_this_rank(config: TrainConfig, until_done: ExitStack) -> RunResult:
         resume.clear_staging(output_dir)
         (output_dir / CONFIG).write_text(dump_config(config))
         (output_dir / VERSIONS).write_text(json.dumps(versions(), indent=1))
+        (output_dir / BASE).write_text(json.dumps(read_record(folder), indent=1))
     if checkpoint is not None and resume.step_of(checkpoint) >= trainer.planned_steps():
         return finished(checkpoint, output_dir)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -182,6 +184,8 @@ def make_trainer(
             callbacks.ProgressLine(),
             callbacks.Diverged(),
             *([merge_aware.StartStep(config.merge_aware_start_step)] if config.merge_aware else []),
+            *([] if config.deepspeed else [MemoryByKind(output_dir / MEMORY)]),
+            *sample_answers(config, tokenizer),
         ],
         run=run,
         described=described,
@@ -189,6 +193,13 @@ def make_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def sample_answers(config: TrainConfig, tokenizer: Any) -> list[Samples]:
+    """The callback that answers the run's prompts, if there are any."""
+    path = Path(config.output_dir) / SAMPLES
+    wanted = config.sample_prompts
+    return [Samples(path, wanted, config.sample_max_new_tokens, tokenizer)] if wanted else []
 
 
 class Trainer(SFTTrainer):
