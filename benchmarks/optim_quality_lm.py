@@ -69,8 +69,17 @@ def python_pieces(limit_bytes: int) -> tuple[list[str], list[str]]:
     return train, held_out
 
 
-def load_text(vocab_size: int, limit_bytes: int) -> Text:
-    """Read, train the BPE on the training part, encode both parts."""
+def load_text(vocab_size: int, limit_bytes: int, kept: Path | None = None) -> Text:
+    """Read, train the BPE on the training part, encode both parts; or what an earlier call left in the file `kept`."""
+    if kept is not None and kept.exists():
+        return Text(**torch.load(kept))
+    text = _encoded_text(vocab_size, limit_bytes)
+    if kept is not None:
+        torch.save(vars(text), kept)
+    return text
+
+
+def _encoded_text(vocab_size: int, limit_bytes: int) -> Text:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     train, held_out = python_pieces(limit_bytes)
@@ -98,6 +107,11 @@ def load_text(vocab_size: int, limit_bytes: int) -> Text:
         len(everything),
         hashlib.sha256(everything).hexdigest()[:16],
     )
+
+
+def embedding(weight: Tensor, ids: Tensor) -> Tensor:
+    """Rows of `weight`; by index_select, whose backward a CUDA graph can hold (nn.Embedding's waits for the GPU)."""
+    return weight.index_select(0, ids.flatten()).view(*ids.shape, -1)
 
 
 class Block(nn.Module):
@@ -135,7 +149,7 @@ class TinyLM(nn.Module):
     def forward(self, window_BT: Tensor) -> Tensor:
         """window_BT [batch, context + 1] token ids -> mean cross entropy in nats, []."""
         inputs, targets = window_BT[:, :-1], window_BT[:, 1:]
-        x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+        x = embedding(self.tokens.weight, inputs) + self.positions.weight[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
