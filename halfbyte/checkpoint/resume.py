@@ -136,8 +136,8 @@ def check_same_run(checkpoint: Path, run: Mapping[str, Any]) -> None:
     """ValueError naming the first thing in which this run differs from the one that wrote the checkpoint."""
     marker = read_marker(checkpoint)
     assert marker is not None, checkpoint
-    for key, value in run.items():
-        recorded = marker["run"].get(key)
+    for key in [*run, *(key for key in marker["run"] if key not in run)]:
+        recorded, value = (found.get(key, "unset") for found in (marker["run"], run))
         if recorded != value:
             raise ValueError(
                 f"{checkpoint}: was written with {key} {recorded}, this run has {value}, so it would not be continued; "

@@ -8,7 +8,7 @@ loading or merging compares them. An override is the caller's to offer; it is re
 import dataclasses
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from halfbyte.nvfp4.linear import NVFP4Linear
 CONFIG_NAME = "adapter_config.json"
 KEY = "halfbyte"
 FORMAT_VERSION = 1
-QUANTIZER_VERSION = 1  # of the bits that merged_parts gives; a change that moves one code raises it
+QUANTIZER_VERSION = 2  # of the bits that merged_parts gives; a change that moves one code raises it
 MODES = ("plain", "merge-aware")
 SHOWN = 3  # differences spelled out in an error
 
@@ -191,15 +191,17 @@ def parse(raw: dict[str, Any], where: str) -> AdapterMetadata:
     return metadata
 
 
-def differences(metadata: AdapterMetadata, model: nn.Module) -> list[str]:
-    """What in the model is not as the adapter recorded it, a line per layer; empty when it is the same base."""
-    layers = base_layers(model)
+def differences(metadata: AdapterMetadata, present: Mapping[str, Target]) -> list[str]:
+    """What in a model is not as the adapter recorded it, a line per layer; empty when it is the same base.
+
+    present  the model's layers under the adapter, by name.
+    """
     found = []
     for name, target in metadata.targets.items():
-        if name not in layers:
+        if name not in present:
             found.append(f"{name}: not an NVFP4 layer of this model")
             continue
-        here = target_of(layers[name])
+        here = present[name]
         for aspect in ("shape", "digest", "activation"):
             if getattr(here, aspect) != getattr(target, aspect):
                 found.append(f"{name}: {aspect} is {getattr(here, aspect)}, recorded {getattr(target, aspect)}")
@@ -209,7 +211,13 @@ def differences(metadata: AdapterMetadata, model: nn.Module) -> list[str]:
 
 def check(metadata: AdapterMetadata, model: nn.Module) -> None:
     """ValueError naming what differs, when the model is not the base that the adapter was trained on."""
-    found = differences(metadata, model)
+    layers = base_layers(model)
+    check_targets(metadata, {name: target_of(layers[name]) for name in metadata.targets if name in layers})
+
+
+def check_targets(metadata: AdapterMetadata, present: Mapping[str, Target]) -> None:
+    """`check` against layers that have been described already."""
+    found = differences(metadata, present)
     if found:
         more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
         raise ValueError(

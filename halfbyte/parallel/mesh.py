@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 REPLICATE, SHARD = "replicate", "shard"
+DATA, TENSOR = "dp", "tp"
 
 
 def data_mesh(device_type: str, *, replicate: int = 1, shard: int | None = None) -> DeviceMesh:
@@ -25,6 +26,24 @@ def data_mesh(device_type: str, *, replicate: int = 1, shard: int | None = None)
     if replicate == 1:
         return init_device_mesh(device_type, (shard,), mesh_dim_names=(SHARD,))
     return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
+
+
+def tensor_mesh(device_type: str, degree: int) -> DeviceMesh:
+    """A mesh ("dp", "tp") for layers cut over `degree` neighbouring ranks, and data parallel over such groups.
+
+    raises  ValueError when the number of ranks is no multiple of the degree.
+    """
+    check_degree(degree, dist.get_world_size())
+    return init_device_mesh(device_type, (dist.get_world_size() // degree, degree), mesh_dim_names=(DATA, TENSOR))
+
+
+def check_degree(degree: int, ranks: int) -> None:
+    """ValueError unless the ranks can form groups of the degree."""
+    if ranks % degree:
+        raise ValueError(
+            f"the tensor-parallel degree is {degree}, but the launch has {ranks} processes, expected a multiple of "
+            f"{degree}; start that many, for instance with torchrun --nproc-per-node {degree}, or lower the degree"
+        )
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:

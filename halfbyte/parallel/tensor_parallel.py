@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from halfbyte.lora.merge_aware import merge_aware_layers
 from halfbyte.lora.names import base_name
@@ -20,6 +21,7 @@ from halfbyte.nvfp4.convert import replace_module
 from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts
 from halfbyte.nvfp4.linear import NVFP4Linear
 from halfbyte.parallel.agree import CHECK_TIMEOUT_S, together
+from halfbyte.parallel.mesh import mesh_device
 from halfbyte.parallel.synchronize import synchronize
 from halfbyte.parallel.tp_layers import (
     ColumnLinear,
@@ -164,12 +166,12 @@ def part(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 def clip_grad_norm(model: nn.Module, max_norm: float, mesh: DeviceMesh) -> Tensor:
     """Scale gradients to a global norm of at most max_norm, whole parameters counted once; returns the norm."""
     cut = cut_factors(model)
-    squares = {True: torch.zeros(()), False: torch.zeros(())}
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    for name, grad in grads.items():
-        squares[name in cut] = squares[name in cut].to(grad.device) + grad.float().pow(2).sum()
-    dist.all_reduce(squares[True], group=mesh.get_group())
-    norm = (squares[True] + squares[False]).sqrt()
-    for grad in grads.values():
-        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype))
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    parts = get_total_norm([grad for name, grad in grads.items() if name in cut])
+    wholes = get_total_norm([grad for name, grad in grads.items() if name not in cut])
+    square = parts.float().square().to(mesh_device(mesh))
+    dist.all_reduce(square, group=mesh.get_group())
+    norm = (square + wholes.float().square().to(square.device)).sqrt()
+    if max_norm < float("inf"):
+        clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm

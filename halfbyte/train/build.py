@@ -14,7 +14,9 @@ from halfbyte.parallel.deepspeed import client_config, read_deepspeed_config, te
 from halfbyte.parallel.launch import rank
 from halfbyte.train import merge_aware
 from halfbyte.train.config import OptimizerName, TrainConfig
+from halfbyte.train.engine import Engine
 from halfbyte.train.preflight import check_targets
+from halfbyte.train.tensor_parallel import cut
 
 # name in the config -> where the class is, and what it is told beside lr, betas, eps and weight_decay
 OPTIMIZERS: dict[OptimizerName, tuple[str, str, dict[str, Any]]] = {
@@ -45,8 +47,8 @@ def use_bf16(config: TrainConfig, device: torch.device) -> bool:
     return config.bf16
 
 
-def build_model(config: TrainConfig, folder: Path) -> Any:
-    """The frozen NVFP4 base with its adapter: a `peft.PeftModel`, the same on every rank of a launch.
+def build_model(config: TrainConfig, folder: Path) -> tuple[Any, Engine | None]:
+    """The frozen NVFP4 base with its adapter, a `peft.PeftModel`, and the engine that has spread it, if one has.
 
     Rank 0 alone reads the weights; the others get them from it, after the models have been compared.
     raises   ValueError for an unknown attention or a base without NVFP4 weights, on all ranks.
@@ -58,7 +60,9 @@ def build_model(config: TrainConfig, folder: Path) -> Any:
     synchronize(model, device=device)
     if config.deepspeed:
         tell_deepspeed(model, read_deepspeed_config(config.deepspeed))
-    return model
+    if config.tensor_parallel_size > 1:
+        return cut(model, device, config.tensor_parallel_size)
+    return model, None
 
 
 def load_base(config: TrainConfig, folder: Path, device: torch.device) -> Any:

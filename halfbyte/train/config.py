@@ -208,10 +208,11 @@ class TrainConfig(_Strict):
             raise ValueError(
                 "val_set_size and test_datasets are both set; held-out data can come from one of them only"
             )
-        if self.sample_prompts and self.deepspeed:
+        spread = "deepspeed" if self.deepspeed else "tensor_parallel_size" if self.tensor_parallel_size > 1 else None
+        if self.sample_prompts and spread:
             raise ValueError(
-                "sample_prompts and deepspeed are both set, but no process of a DeepSpeed run is sure to hold the "
-                "whole model to answer with; remove sample_prompts"
+                f"sample_prompts and {spread} are both set, but no process of such a run is sure to hold the whole "
+                "model to answer with; remove sample_prompts"
             )
         if self.eval_steps and not (self.val_set_size or self.test_datasets):
             raise ValueError("eval_steps is set, but there is no held-out data; set val_set_size or test_datasets too")

@@ -13,6 +13,9 @@ from halfbyte.checkpoint.hub import local_folder
 from halfbyte.nvfp4.linear import NVFP4Linear
 from halfbyte.parallel.agree import world_size
 from halfbyte.parallel.deepspeed import check_config, read_deepspeed_config
+from halfbyte.parallel.mesh import check_degree
+from halfbyte.parallel.tensor_parallel import check as check_plan
+from halfbyte.parallel.tensor_parallel import plan_of
 from halfbyte.train.config import TrainConfig
 
 
@@ -45,6 +48,16 @@ def check_deepspeed(path: str, device: torch.device) -> None:
             f"deepspeed is set to {path}, but several CPU processes cannot share a run through Accelerate; remove it "
             "to train with DDP, or call deepspeed.initialize in a script of your own (docs/engines.md)"
         )
+
+
+def check_tensor_parallel(model: Any, degree: int) -> None:
+    """ValueError for a model, or a number of processes, that cannot be cut into `degree` parts.
+
+    model   on the meta device.
+    """
+    if degree > 1:
+        check_degree(degree, world_size())
+        check_plan(model, plan_of(model), degree)
 
 
 def check_output_dir(output_dir: Path, *, resuming: bool) -> None:

@@ -1,8 +1,9 @@
 """One run, in order: check, read the data, load the base, attach the adapter, train, leave the adapter.
 
-`Trainer` below is TRL's `SFTTrainer` with four hooks, one level deep: where checkpoints are written (staged and
-renamed), how the held-out loss is averaged (over tokens, not over batches), and two numbers in the logs. The rest of
-what people know from `Trainer` holds: callbacks, `report_to`, Accelerate, resume.
+`Trainer` below is TRL's `SFTTrainer` with a few hooks, one level deep: where checkpoints are written (staged and
+renamed), how the held-out loss is averaged (over tokens, not over batches), two numbers in the logs, and what an engine
+does in the place of DDP (engine.py). The rest of what people know from `Trainer` holds: callbacks, `report_to`,
+Accelerate, resume.
 """
 
 import importlib.metadata
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import GradientAccumulationPlugin
 from transformers import PrinterCallback
 from trl import SFTTrainer
 
@@ -33,11 +35,13 @@ from halfbyte.train import build, callbacks, merge_aware, preflight
 from halfbyte.train.config import TrainConfig, dump_config
 from halfbyte.train.data import Data, load_data
 from halfbyte.train.encode import IGNORED
+from halfbyte.train.engine import Engine, EngineAccelerator
 from halfbyte.train.files import ADAPTER, BASE, CONFIG, MEMORY, SAMPLES, VERSIONS
 from halfbyte.train.memory import MemoryByKind
 from halfbyte.train.packing import check_packing
 from halfbyte.train.samples import Samples
 
+SCHEDULER = "scheduler.pt"  # Trainer's name
 PREPARE_TIMEOUT_S = 3600.0  # ranks wait this long for each other; reading a large data set takes a while
 SAVE_TIMEOUT_S = 600.0
 PACKAGES = ("halfbyte", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors")
@@ -81,15 +85,15 @@ def train_on_this_rank(config: TrainConfig, until_done: ExitStack) -> RunResult:
     if rank() == 0:
         print(data.summary(), flush=True)
 
-    model = build.build_model(config, folder)
+    model, engine = build.build_model(config, folder)
+    described = describe_adapter(model, engine)
     with together("Checking the run", timeout=PREPARE_TIMEOUT_S):
         if config.sample_packing:
             check_packing(model, tokenizer.pad_token_id)
-        described = describe_adapter(model)
-        if checkpoint is not None:
-            check_same_base(checkpoint, model)
+        if checkpoint is not None and described is not None:
+            check_same_base(checkpoint, described)
 
-    trainer = make_trainer(config, model, tokenizer, data, run, described, resuming=checkpoint is not None)
+    trainer = make_trainer(config, model, engine, tokenizer, data, run, described, resuming=checkpoint is not None)
     if trainer.is_world_process_zero():
         resume.clear_staging(output_dir)
         (output_dir / CONFIG).write_text(dump_config(config))
@@ -127,7 +131,9 @@ def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
     preflight.check_report_to(config.report_to)
     folder = preflight.base_folder(config)
     preflight.check_sequence_len(folder, config.sequence_len)
-    preflight.check_targets(Skeleton.from_folder(folder).model, config)
+    skeleton = Skeleton.from_folder(folder).model
+    preflight.check_targets(skeleton, config)
+    preflight.check_tensor_parallel(skeleton, config.tensor_parallel_size)
     tokenizer = preflight.load_tokenizer(folder)
     data = load_data(config, tokenizer)
     if rank() == 0:  # one rank: another's test file would make the folder look used
@@ -137,24 +143,32 @@ def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
 
 def run_identity(config: TrainConfig, data: Data) -> dict[str, Any]:
     """What must not change for a run to continue where another stopped: the examples and their order."""
-    per_step = config.micro_batch_size * config.gradient_accumulation_steps * world_size()
+    per_step = config.micro_batch_size * config.gradient_accumulation_steps
+    per_step *= world_size() // config.tensor_parallel_size
     same = {key: getattr(config, key) for key in ("sample_packing", "seed", "optimizer")}
+    if config.tensor_parallel_size > 1:
+        same["tensor_parallel_size"] = config.tensor_parallel_size
     same |= merge_aware.identity(config)
     return {"training data": data.fingerprint()[:16], "examples per step": per_step, **same}
 
 
-def describe_adapter(model: Any) -> metadata.AdapterMetadata:
-    """The base layers under the adapter, with digests of their codes; taken once, since the base is frozen."""
+def describe_adapter(model: Any, engine: Engine | None) -> metadata.AdapterMetadata | None:
+    """The base layers under the adapter, with digests of their codes; taken once, since the base is frozen.
+
+    Called on all ranks. Where an engine has spread the base, on rank 0 alone; None elsewhere.
+    """
+    if engine is not None:
+        return describe_sharded(model)
     names = [base_name(fqn) for fqn in nvfp4_modules(model) if fqn.endswith(".base_layer")]
     return metadata.describe(model, names)
 
 
-def check_same_base(checkpoint: Path, model: Any) -> None:
+def check_same_base(checkpoint: Path, described: metadata.AdapterMetadata) -> None:
     """ValueError naming the layers, when the checkpoint's adapter was trained on a base with other codes."""
     recorded = metadata.read(checkpoint)
     if recorded is not None:
         try:
-            metadata.check(recorded, model)
+            metadata.check_targets(recorded, described.targets)
         except ValueError as error:
             raise ValueError(f"{checkpoint}: {error}") from None
 
@@ -162,10 +176,11 @@ def check_same_base(checkpoint: Path, model: Any) -> None:
 def make_trainer(
     config: TrainConfig,
     model: Any,
+    engine: Engine | None,
     tokenizer: Any,
     data: Data,
     run: Mapping[str, Any],
-    described: metadata.AdapterMetadata,
+    described: metadata.AdapterMetadata | None,
     *,
     resuming: bool,
 ) -> "Trainer":
@@ -190,6 +205,7 @@ def make_trainer(
         run=run,
         described=described,
         keep=config.save_total_limit,
+        engine=engine,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -206,25 +222,42 @@ class Trainer(SFTTrainer):
     """SFTTrainer whose checkpoints are complete or not there.
 
     run        what a resumed run must share with this one (checkpoint/resume.py).
-    described  metadata of the adapter, written into its config.
+    described  metadata of the adapter, written into its config; on rank 0 at least.
     keep       how many checkpoints to keep; None keeps all.
+    engine     of a model that we have spread over the ranks; None: one process, DDP or DeepSpeed, by Accelerate.
     """
 
     def __init__(
         self,
         *args: Any,
         run: Mapping[str, Any],
-        described: metadata.AdapterMetadata,
+        described: metadata.AdapterMetadata | None,
         keep: int | None = None,
+        engine: Engine | None = None,
         **kwargs: Any,
     ):
-        self._run, self._described, self._keep = run, described, keep
+        self._run, self._described, self._keep, self._engine = run, described, keep, engine
         self._staging: Path | None = None
         self._tokens_logged = 0
         super().__init__(*args, **kwargs)
         self._clock = callbacks.Clock()
         self.add_callback(self._clock)
         self._tokens_per_example = mean_labels(self.eval_dataset) if self.eval_dataset is not None else 1.0
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As Trainer's; with an engine, the accelerator that passes on what the engine says."""
+        super().create_accelerator_and_postprocess()
+        if self._engine is not None:
+            options = self._build_accelerator_args(
+                dataloader_config=self.accelerator.dataloader_config,
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # Trainer accumulates itself
+            )
+            self.accelerator = EngineAccelerator(self._engine, **options)
+            self.gather_function = self.accelerator.gather_for_metrics
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Examples per optimizer step, over all ranks that get different ones."""
+        return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
     def planned_steps(self) -> int:
         """Optimizer steps of the whole run."""
@@ -256,9 +289,31 @@ class Trainer(SFTTrainer):
         finally:
             self._staging = None
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._engine is None:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        assert self.optimizer is not None and self.lr_scheduler is not None
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._engine.save_optimizer(self.optimizer, folder)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._engine is None or checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        assert self.optimizer is not None and self.lr_scheduler is not None
+        self._engine.load_optimizer(self.optimizer, Path(checkpoint))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._engine is None:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._engine.load_adapter(Path(resume_from_checkpoint))
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer's; what an engine has sharded is gathered and its shapes checked before anything is written."""
-        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+        if not self.is_deepspeed_enabled and self._engine is None:
             return super().save_model(output_dir, _internal_call)
         self._save(output_dir, state_dict=gather_trainable(self.model))  # type: ignore[arg-type]  # optional there
 
@@ -280,10 +335,11 @@ class Trainer(SFTTrainer):
         On rank 0; None elsewhere. All ranks call it, since an engine may have to gather the base.
         """
         start = self._run.get("merge_aware_start_step", 0)
-        if self.is_deepspeed_enabled and self._run.get("merge_aware"):
+        if (self.is_deepspeed_enabled or self._engine is not None) and self._run.get("merge_aware"):
             return describe_sharded(self.model, start_step=start_step(start, self.state.max_steps))  # type: ignore[arg-type]
         if not self.is_world_process_zero():
             return None
+        assert self._described is not None
         return merge_aware.described_now(self._described, self.model, start, self.state.max_steps)
 
     def prediction_step(

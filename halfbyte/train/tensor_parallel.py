@@ -1,0 +1,64 @@
+"""`tensor_parallel_size` of a run: the mesh, and what the trainer must be told about a model that is cut over it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from halfbyte.parallel.mesh import DATA, TENSOR, tensor_mesh
+from halfbyte.parallel.tensor_parallel import clip_grad_norm, part, tensor_parallel
+from halfbyte.parallel.tp_layers import cut_factors
+
+ADAPTER_FILE = "adapter_model.safetensors"  # PEFT's name
+
+
+def cut(model: Any, device: torch.device, degree: int) -> tuple[Any, "TensorParallelEngine"]:
+    """A PeftModel that all ranks hold, cut over groups of `degree` ranks."""
+    mesh = tensor_mesh(device.type, degree)
+    return tensor_parallel(model, mesh[TENSOR]), TensorParallelEngine(model, mesh)
+
+
+class TensorParallelEngine:
+    """`Engine` of a PeftModel cut over the second dimension of a mesh (data, tensor).
+
+    The ranks of a tensor dimension share batches. Over the data dimension it is DDP, also where that has one rank, so
+    that both are one path.
+    """
+
+    def __init__(self, model: Any, mesh: DeviceMesh):
+        self.model, self.mesh = model, mesh
+        self.data_rank, self.data_size = mesh[DATA].get_local_rank(), mesh[DATA].size()
+
+    def wrap(self, model: nn.Module, **ddp_options: Any) -> nn.Module:
+        return DistributedDataParallel(model, process_group=self.mesh[DATA].get_group(), **ddp_options)
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        return clip_grad_norm(self.model, max_norm, self.mesh[TENSOR])
+
+    def save_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        """One file for each rank of the tensor dimension: a rank's states belong to its parts of the factors."""
+        if self.data_rank == 0:
+            torch.save(optimizer.state_dict(), folder / self.optimizer_file)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        device = next(self.model.parameters()).device
+        optimizer.load_state_dict(torch.load(folder / self.optimizer_file, map_location=device, weights_only=True))
+
+    @property
+    def optimizer_file(self) -> str:
+        tensor = self.mesh[TENSOR]
+        return f"optimizer-{tensor.get_local_rank()}-of-{tensor.size()}.pt"
+
+    def load_adapter(self, folder: Path) -> None:
+        from peft import set_peft_model_state_dict
+
+        adapter = self.model.active_adapter
+        state = load_file(folder / ADAPTER_FILE)
+        for name, (dim, _) in cut_factors(self.model).items():
+            key = name.replace(f".{adapter}.weight", ".weight")
+            state[key] = part(state[key], dim, self.mesh[TENSOR])
+        set_peft_model_state_dict(self.model, state, adapter_name=adapter)
