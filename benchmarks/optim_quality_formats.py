@@ -40,19 +40,19 @@ class Codec:
     name        of the map, see `code_values`.
     block_size  values that share a scale.
     rounding    "nearest", "stochastic" or "dither" (one threshold a block and step, evenly spread).
-    root        the square root is stored (second moment only).
+    root        which root is stored: 1 the value, 2 its square root, 4 (second moment only).
     nonzero     rule 1: a positive second moment never gets the zero code.
     """
 
     name: str
     block_size: int = 256
     rounding: str = "nearest"
-    root: bool = False
+    root: int = 1
     nonzero: bool = True
 
     def roundtrip(self, x: Tensor, values: Tensor, step: Tensor, *, signed: bool) -> Tensor:
         """x [n], n divisible by the block size -> what is left of it."""
-        blocks = (x.sqrt() if self.root else x).view(-1, self.block_size)
+        blocks = (x if self.root == 1 else x ** (1 / self.root)).view(-1, self.block_size)
         scale = blocks.abs().amax(1, keepdim=True).clamp(min=SCALE_MIN)
         y = blocks / scale
         upper = torch.bucketize(y, values, out_int32=True).clamp(1, values.numel() - 1)
@@ -61,7 +61,7 @@ class Codec:
         if not signed and self.nonzero and values[0] == 0:
             result = torch.where((y > 0) & (result == 0), high, result)
         result = (result * scale).view(-1)
-        return result * result if self.root else result
+        return result**self.root
 
     def _threshold(self, y: Tensor, step: Tensor) -> Tensor | float:
         if self.rounding == "nearest":

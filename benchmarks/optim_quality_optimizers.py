@@ -161,11 +161,12 @@ OPTIMIZERS: dict[str, Build] = {
 }
 
 STOCHASTIC = "stochastic"
-_8, _8S, _8D = Codec("8bit"), Codec("8bit", rounding=STOCHASTIC), Codec("8bit", rounding="dither")
-_F, _FS, _FD = Codec("fp8"), Codec("fp8", rounding=STOCHASTIC), Codec("fp8", rounding="dither")
-_4, _4S, _4D = Codec("4bit", 128), Codec("4bit", 128, STOCHASTIC), Codec("4bit", 128, "dither")
-_E, _ES = Codec("even 16", 128, root=True), Codec("even 16", 128, STOCHASTIC, root=True)
-_P = Codec("power 1.5", 128)
+_8, _8S = Codec("8bit"), Codec("8bit", rounding=STOCHASTIC)
+_F, _FS = Codec("fp8"), Codec("fp8", rounding=STOCHASTIC)
+_4, _4S = Codec("4bit", 128), Codec("4bit", 128, STOCHASTIC)
+_R, _RS, _RD = (Codec("even 16", 128, rounding, root=2) for rounding in ("nearest", STOCHASTIC, "dither"))
+_Q, _QS = (Codec("even 16", 128, rounding, root=4) for rounding in ("nearest", STOCHASTIC))
+_P, _PS = (Codec("power 1.5", 128, rounding) for rounding in ("nearest", STOCHASTIC))
 ARMS: dict[str, Build] = {
     name: simulated(arm)
     for name, arm in {
@@ -173,28 +174,27 @@ ARMS: dict[str, Build] = {
         "8bit m": Arm(_8, None),
         "8bit v": Arm(None, _8),
         "8bit, v stochastic": Arm(_8, _8S),
-        "8bit, v dither": Arm(_8, _8D),
         "8bit, embeddings fp32": Arm(_8, _8, skip_embeddings=True),
         "fp8": Arm(_F, _F),
         "fp8, v stochastic": Arm(_F, _FS),
-        "fp8, v dither": Arm(_F, _FD),
         "4bit": Arm(_4, _4),
         "4bit m": Arm(_4, None),
         "4bit v": Arm(None, _4),
-        "4bit, v stochastic": Arm(_4, _4S),
-        "4bit, v dither": Arm(_4, _4D),
         "4bit, m stochastic": Arm(_4S, _4),
+        "4bit, v stochastic": Arm(_4, _4S),
         "4bit, both stochastic": Arm(_4S, _4S),
-        "4bit, both dither": Arm(_4D, _4D),
         "4bit, embeddings fp32": Arm(_4, _4, skip_embeddings=True),
-        "4bit, v even root": Arm(_4, _E),
-        "4bit, v even root stochastic": Arm(_4, _ES),
+        "4bit, v root": Arm(_4, _R),
+        "4bit, v root stochastic": Arm(_4, _RS),
+        "4bit, v root dither": Arm(_4, _RD),
+        "4bit, m stochastic, v root stochastic": Arm(_4S, _RS),
+        "4bit, v fourth root": Arm(_4, _Q),
+        "4bit, v fourth root stochastic": Arm(_4, _QS),
         "4bit, m power 1.5": Arm(_P, _4),
-        "4bit, m power 1.5, v even root": Arm(_P, _E),
-        "4bit, m power 1.5, v even root stochastic": Arm(_P, _ES),
-        "4bit, carry 9": Arm(_4, _4, carry=9.0),
-        "4bit, carry 4": Arm(_4, _4, carry=4.0),
-        "4bit, m power 1.5, v even root, carry 9": Arm(_P, _E, carry=9.0),
+        "4bit, m power 1.5, v root": Arm(_P, _R),
+        "4bit, m power 1.5, v root stochastic": Arm(_P, _RS),
+        "4bit, m power 1.5 stochastic, v root stochastic": Arm(_PS, _RS),
+        "4bit, m power 1.5, v root stochastic, carry 1": Arm(_P, _RS, carry=1.0),
     }.items()
 }
 
