@@ -7,12 +7,14 @@ reciprocal and that does not come back (one fp32 in six), or where a group was r
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte.checkpoint.base import Base, open_base
-from halfbyte.checkpoint.detect import CONFIG_FILE, FORMATS
+from halfbyte.checkpoint import plausible
+from halfbyte.checkpoint.base import Base, open_base, tied_copies
+from halfbyte.checkpoint.detect import CONFIG_FILE, FORMATS, read_json
 from halfbyte.checkpoint.formats.base import Format, StoredWeight
 from halfbyte.checkpoint.formats.modelopt import QUANT_FILE
 from halfbyte.checkpoint.fused import fused_groups
@@ -26,7 +28,7 @@ from halfbyte.nvfp4.format import NVFP4Parts
 from halfbyte.nvfp4.linear import ActivationQuant
 
 RECIPROCAL = ("compressed-tensors",)  # formats that store 1 / tensor scale
-CACHE_SCALES = (".k_scale", ".v_scale")
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 FP8_CACHE = {"num_bits": 8, "type": "float", "dynamic": False}
 FUSES = ("refuse", "rescale")
 ACTIVATIONS = ("keep", "none")
@@ -81,17 +83,38 @@ class Exporter:
     def __init__(self, base: Base, target: Format, fuse: str, activations: str):
         self.base, self.target = base, target
         self.report = ExportReport(target.name, num_layers=len(base.weights))
+        self.doubts: dict[str, str] = {}  # fqn -> what is suspicious about its scales
+        self.tied = tied_copies(base)
+        self.dense = {name: key for name, key in base.dense.items() if name not in self.tied}
         self.planned = {fqn: self.plan(fqn, weight, activations) for fqn, weight in base.weights.items()}
         self.shared = {} if target.name == "torchao" and fuse == "refuse" else self.shared_scales(fuse)
         if base.fp8:
             self.report.notices.append(f"{len(base.fp8)} FP8 layers are written dense ({base.dtype}).")
-        self.cache_scales = [key for key in base.kept if key.endswith(CACHE_SCALES)] if target.name != "torchao" else []
-        left_out = len(base.kept) - len(self.cache_scales)
-        if left_out:
-            self.report.notices.append(f"{left_out} scales of FP8 layers or kv caches have no place here; left out.")
+        if self.tied:
+            self.report.notices.append(f"{self.tied[0]} is tied to the embeddings: its second copy is left out.")
+        self.scales = [key for key in base.scales if self.has_place(key)]
+        if len(self.scales) < len(base.scales):
+            left_out = sorted(set(base.scales) - set(self.scales))
+            self.report.notices.append(
+                f"{len(left_out)} scales for serving engines have no place here and are left out ({left_out[0]}, ...)."
+            )
+        linears = set(base.skeleton.all_linears)
+        stacked = [fqn for fqn in base.weights if fqn not in linears]
+        if stacked:
+            self.report.notices.append(
+                f"{len(stacked)} NVFP4 layers, the first {stacked[0]}, are no linears of their own in transformers "
+                "(stacked experts): serving engines read them, load_model does not."
+            )
         static = any(w.activation is not None and w.activation.scale is not None for w in self.planned.values())
         if target.name == "torchao" and static:
             self.report.notices.append("static activation scales: halfbyte reads them, transformers 5.24 does not.")
+
+    def has_place(self, key: str) -> bool:
+        """True for a scale that the target's readers look for: of a kv cache, or as the base's own format had it."""
+        if key.endswith(CACHE_SCALES):
+            return self.target.name != "torchao"
+        layer_is_fp8 = f"{key.rpartition('.')[0]}.weight" in {weight.key for weight in self.base.fp8.values()}
+        return self.target.name == self.base.format.name and not layer_is_fp8
 
     def plan(self, fqn: str, weight: StoredWeight, activations: str) -> StoredWeight:
         """How the target keeps the weight."""
@@ -118,9 +141,14 @@ class Exporter:
     def tensor_scale(self, fqn: str) -> Tensor:
         return self.base.format.read_global_scale(self.base.shards, self.base.weights[fqn])
 
+    @property
+    def copied(self) -> list[str]:
+        """Keys that are written as they are."""
+        return [*self.dense.values(), *self.base.unknown, *self.scales]
+
     def specs(self) -> dict[str, TensorSpec]:
         shards = self.base.shards
-        specs = {key: shards.spec(key) for key in [*self.base.dense.values(), *self.cache_scales]}
+        specs = {key: shards.spec(key) for key in self.copied}
         specs |= {w.key: TensorSpec(self.base.dtype, shards.spec(w.key).shape) for w in self.base.fp8.values()}
         for stored in self.planned.values():
             specs |= {key: stored.specs[component] for component, key in stored.keys.items()}
@@ -129,11 +157,11 @@ class Exporter:
     def write(self, folder: Path, max_shard_bytes: int, progress: Progress | None) -> None:
         shards = self.base.shards
         weights = {stored.fqn: stored for stored in self.planned.values()}
-        names = [*self.base.dense, *self.base.fp8, *(f"{fqn}.weight" for fqn in self.base.weights)]
+        names = [*self.dense, *self.base.unknown, *self.base.fp8, *(f"{fqn}.weight" for fqn in self.base.weights)]
         metadata = self.target.file_metadata(names, weights)
         todo, done = sum(weight.size_bytes for weight in self.base.weights.values()), 0
         with ShardWriter(folder, self.specs(), metadata=metadata, max_shard_bytes=max_shard_bytes) as writer:
-            for key in [*self.base.dense.values(), *self.cache_scales]:
+            for key in self.copied:
                 writer.copy(key, shards, key)
             for weight in self.base.fp8.values():
                 writer.write(weight.key, weight.read(shards, self.base.dtype))
@@ -143,6 +171,8 @@ class Exporter:
                 done += stored.size_bytes
                 if progress is not None:
                     progress(done, todo, fqn)
+        if self.doubts:
+            self.report.notices.append(plausible.summary(self.doubts))
         self.write_rest(folder, weights)
 
     def write_scales(self, writer: ShardWriter, fqn: str) -> None:
@@ -150,6 +180,9 @@ class Exporter:
         shards, weight, planned = self.base.shards, self.base.weights[fqn], self.planned[fqn]
         codes = torch.empty(planned.specs["qdata"].shape, dtype=torch.uint8, device="meta")  # copied, never read
         parts = NVFP4Parts(codes, self.base.format.read_scale(shards, weight), self.tensor_scale(fqn))
+        doubt = plausible.implausible(parts.scale, parts.global_scale)
+        if doubt:
+            self.doubts[fqn] = doubt
         rescaled = fqn in self.shared and bool(parts.global_scale != self.shared[fqn])
         if rescaled:
             parts = rescale(parts, self.shared[fqn])
@@ -180,10 +213,7 @@ class Exporter:
             linears = [fqn for fqn in linears if fqn != self.base.skeleton.output_embeddings]
         config = self.target.declare(config, weights, linears)
         extra = self.target.extra_files(config, linears)
-        if self.cache_scales:
-            config["quantization_config"]["kv_cache_scheme"] = FP8_CACHE
-            if QUANT_FILE in extra:
-                extra[QUANT_FILE]["quantization"]["kv_cache_quant_algo"] = "FP8"
+        self.declare_cache(config, extra)
         write_json(folder / CONFIG_FILE, config)
         for name, content in extra.items():
             write_json(folder / name, content)
@@ -191,6 +221,32 @@ class Exporter:
         record = {key: value for key, value in read_record(self.base.folder).items() if key != "halfbyte_version"}
         moved, rescaled = self.report.moved_scales, self.report.rescaled
         write_record(folder, **{**record, "exported_from": self.base.format.name, "moved": moved, "rescaled": rescaled})
+
+    def declare_cache(self, config: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Say how the kv cache is quantized, as the base says it, or FP8 when it has scales for it and says nothing."""
+        algorithm = cache_algorithm(self.base)
+        if algorithm is None and any(key.endswith(CACHE_SCALES) for key in self.scales):
+            algorithm = "FP8"
+        if algorithm is None:
+            return
+        if self.target.name == "torchao" or (algorithm != "FP8" and QUANT_FILE not in extra):
+            self.report.notices.append(f"the kv cache in {algorithm} cannot be said in this format.")
+            return
+        if algorithm == "FP8":
+            config["quantization_config"]["kv_cache_scheme"] = FP8_CACHE
+        if QUANT_FILE in extra:
+            extra[QUANT_FILE]["quantization"]["kv_cache_quant_algo"] = algorithm
+
+
+def cache_algorithm(base: Base) -> str | None:
+    """How the base says that its kv cache is quantized, in ModelOpt's words ("FP8", "NVFP4")."""
+    if (base.folder / QUANT_FILE).exists():
+        quantization = read_json(base.folder / QUANT_FILE).get("quantization") or {}
+        return quantization.get("kv_cache_quant_algo")
+    scheme = (base.config.get("quantization_config") or {}).get("kv_cache_scheme")
+    if not isinstance(scheme, dict):
+        return None
+    return {8: "FP8", 4: "NVFP4"}.get(scheme.get("num_bits", 0), str(scheme.get("num_bits")) + " bits")
 
 
 def rescale(parts: NVFP4Parts, global_scale: Tensor) -> NVFP4Parts:

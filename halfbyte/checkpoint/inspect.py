@@ -3,16 +3,20 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from halfbyte.checkpoint import adapter as adapters
+from halfbyte.checkpoint import plausible
+from halfbyte.checkpoint.base import own_name
 from halfbyte.checkpoint.contents import Contents, read_contents
 from halfbyte.checkpoint.detect import detect, read_config
 from halfbyte.checkpoint.digest import streamed_digest
-from halfbyte.checkpoint.formats.base import Format, Rename, same_name
+from halfbyte.checkpoint.finite import count_stored
+from halfbyte.checkpoint.formats.base import Format
 from halfbyte.checkpoint.fused import fused_groups
 from halfbyte.checkpoint.hub import local_folder
 from halfbyte.checkpoint.shards import Shards
@@ -22,7 +26,6 @@ from halfbyte.lora import metadata as lora_metadata
 from halfbyte.nvfp4.digest import model_digest
 from halfbyte.nvfp4.linear import ActivationQuant
 
-PLAUSIBLE = (1e-4, 1e3)  # largest decoded magnitude of a layer; a tensor scale stored upside down lands far outside
 Progress = Callable[[int, int, str], None]
 
 
@@ -64,8 +67,14 @@ def inspect_weights(
     found: Inspection, shards: Shards, format: Format, config: dict[str, Any], progress: Progress | None
 ) -> None:
     """The NVFP4 part: layers, bits, ranges of scales, digest, and whatever is wrong with one of them."""
+    skeleton = skeleton_of(found, shards.folder)
     try:
-        contents = read_contents(shards, format, config, renaming(found, shards.folder))
+        if skeleton is None:
+            contents = read_contents(shards, format, config)
+        else:
+            contents = read_contents(shards, format, config, partial(own_name, skeleton), skeleton.can_do_without)
+            names = [weight.weight_name for weight in contents.weights.values()]
+            skeleton.check_complete([*names, *contents.fp8, *contents.dense], shards.folder)
     except ValueError as error:
         found.warnings.append(str(error))
         return
@@ -78,20 +87,23 @@ def inspect_weights(
         f"{len(contents.weights)}, {values / 1e6:.1f} M weights at {8 * size / values:.3f} bits"
     )
     found.facts["other tensors"] = (
-        f"{len(contents.dense)} dense, {len(contents.fp8)} FP8, {len(contents.auxiliary)} extras"
+        f"{len(contents.dense)} dense, {len(contents.fp8)} FP8, {len(contents.auxiliary)} scales for serving engines, "
+        f"{len(contents.unknown)} that the model does not know"
     )
+    bad = {key: f"{count} NaN or infinite values" for key in contents.dense if (count := count_stored(shards, key))}
+    if bad:
+        found.warnings.append(plausible.summary(bad))
     found.facts["activations"] = ", ".join(sorted({activation_text(w.activation) for w in contents.weights.values()}))
     measure_weights(found, shards, format, contents, progress)
 
 
-def renaming(found: Inspection, folder: Path) -> Rename:
-    """The model's names where transformers knows the architecture; else the file's own, with a warning."""
+def skeleton_of(found: Inspection, folder: Path) -> Skeleton | None:
+    """The model that the config describes; None, with a warning, where transformers does not know the architecture."""
     try:
-        skeleton = Skeleton.from_folder(folder)
+        return Skeleton.from_folder(folder)
     except ValueError as error:
         found.warnings.append(str(error))
-        return same_name
-    return lambda key: skeleton.target(key).name
+        return None
 
 
 def measure_weights(
@@ -99,6 +111,8 @@ def measure_weights(
 ) -> None:
     tensor_scales: dict[str, float] = {}
     digests: dict[str, tuple[tuple[int, int], int]] = {}
+    zeros: dict[str, str] = {}
+    doubts: dict[str, str] = {}
     low, high = float("inf"), 0.0
     for done, (fqn, weight) in enumerate(contents.weights.items()):
         if progress is not None:
@@ -110,15 +124,15 @@ def measure_weights(
             continue
         scale, tensor_scale = parts.scale.float(), float(parts.global_scale)
         low, high = min(low, float(scale.min())), max(high, float(scale.max()))
-        if (scale == 0).any():
-            found.warnings.append(f"{fqn}: {int((scale == 0).sum())} block scales are zero, so their weights are too")
-        largest = 6 * tensor_scale * float(scale.max())
-        if largest and not PLAUSIBLE[0] < largest < PLAUSIBLE[1]:
-            found.warnings.append(
-                f"{fqn}: its largest weight is {largest:.3g}; is the tensor scale stored upside down?"
-            )
+        num_zeros = int((scale == 0).sum())
+        if num_zeros:
+            zeros[fqn] = f"{num_zeros} block scales are zero, so their weights are too"
+        doubt = plausible.implausible(parts.scale, parts.global_scale)
+        if doubt:
+            doubts[fqn] = doubt
         tensor_scales[fqn] = tensor_scale
         digests[weight.model_fqn] = (weight.shape, streamed_digest(parts))
+    found.warnings += [plausible.summary(suspicious) for suspicious in (zeros, doubts) if suspicious]
     if not tensor_scales:
         return
     found.facts["block scales"] = f"{low:g} to {high:g}"

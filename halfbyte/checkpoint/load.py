@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.checkpoint import plausible
 from halfbyte.checkpoint.contents import Fp8Weight, read_contents
 from halfbyte.checkpoint.detect import detect, read_config
+from halfbyte.checkpoint.finite import count_nonfinite
 from halfbyte.checkpoint.formats.base import Format, StoredWeight
 from halfbyte.checkpoint.hub import local_folder
 from halfbyte.checkpoint.shards import Shards
-from halfbyte.checkpoint.skeleton import Skeleton
+from halfbyte.checkpoint.skeleton import Skeleton, complain
 from halfbyte.checkpoint.tensor_file import DTYPE_NAMES
 from halfbyte.nvfp4.convert import nvfp4_modules, replace_module
 from halfbyte.nvfp4.linear import NVFP4Linear
@@ -49,16 +51,22 @@ def load_model(
         raise ValueError(dense_message(folder))
     with Shards(folder) as shards:
         skeleton = Skeleton.from_folder(folder, dtype=as_dtype(dtype))
-        contents = read_contents(shards, format, config, lambda key: skeleton.target(key).name)
+        contents = read_contents(shards, format, config, lambda key: skeleton.target(key).name, skeleton.can_do_without)
         if not contents.weights:
             raise ValueError(f"{folder}: its config says {format.name}, but it holds no NVFP4 weight.")
         layers = match_layers(skeleton, shards, contents.weights)
         if contents.notice:
             warnings.warn(f"{folder}: {contents.notice}.", stacklevel=2)
-        dense = {key: lazy(shards, key, device, contents.fp8.get(key)) for key in [*contents.dense, *contents.fp8]}
+        suspicious: dict[str, str] = {}
+        dense = {
+            key: lazy(shards, key, device, suspicious, contents.fp8.get(key))
+            for key in [*contents.dense, *contents.fp8]
+        }
         load_dense(skeleton, shards, dense, set(layers), device)
         for fqn, weight in layers.items():
-            place(skeleton.model, fqn, read_layer(format, shards, weight, skeleton, fqn, device))
+            place(skeleton.model, fqn, read_layer(format, shards, weight, skeleton, fqn, device, suspicious))
+        if suspicious:
+            warnings.warn(f"{folder}: {plausible.summary(suspicious)}", stacklevel=2)
     return finish(skeleton, folder, device)
 
 
@@ -83,7 +91,10 @@ def load_dense_model(
         raise ValueError(f"{folder}: found a quantized model, expected a dense one.")
     with Shards(folder) as shards:
         skeleton = Skeleton.from_folder(folder, dtype=as_dtype(dtype))
-        load_dense(skeleton, shards, {key: lazy(shards, key, device) for key in shards}, set(), device)
+        suspicious: dict[str, str] = {}
+        load_dense(skeleton, shards, {key: lazy(shards, key, device, suspicious) for key in shards}, set(), device)
+        if suspicious:
+            warnings.warn(f"{folder}: {plausible.summary(suspicious)}", stacklevel=2)
     return finish(skeleton, folder, device)
 
 
@@ -129,15 +140,24 @@ def match_layers(skeleton: Skeleton, shards: Shards, stored: dict[str, StoredWei
 
 
 def read_layer(
-    format: Format, shards: Shards, weight: StoredWeight, skeleton: Skeleton, fqn: str, device: torch.device | str
+    format: Format,
+    shards: Shards,
+    weight: StoredWeight,
+    skeleton: Skeleton,
+    fqn: str,
+    device: torch.device | str,
+    suspicious: dict[str, str],
 ) -> NVFP4Linear:
-    """One layer from disk, with the bias that the dense load has put in place."""
+    """One layer from disk, with the bias that the dense load has put in place; notes scales that cannot be right."""
     old = skeleton.model.get_submodule(fqn)
     if torch.device(device).type == "meta":
         n, k = weight.shape
         has_bias = old.bias is not None
         return NVFP4Linear(k, n, has_bias, device="meta", dtype=skeleton.dtype, activation=weight.activation)
     parts = format.read(shards, weight)
+    doubt = plausible.implausible(parts.scale, parts.global_scale)
+    if doubt:
+        suspicious[fqn] = doubt
     parts = type(parts)(*(component.to(device) for component in parts))
     bias: Tensor | None = old.bias  # type: ignore[assignment]
     return NVFP4Linear.from_parts(parts, bias, dtype=skeleton.dtype, activation=weight.activation, name=fqn)
@@ -165,15 +185,24 @@ class LazyTensor:
         return self._read()[index]
 
 
-def lazy(shards: Shards, key: str, device: torch.device | str, fp8: Fp8Weight | None = None) -> LazyTensor:
-    """A key's tensor, or the dense form of an FP8 weight; without values when the model is to stay on meta."""
+def lazy(
+    shards: Shards, key: str, device: torch.device | str, suspicious: dict[str, str], fp8: Fp8Weight | None = None
+) -> LazyTensor:
+    """A key's tensor, or the dense form of an FP8 weight; without values when the model is to stay on meta.
+
+    suspicious  where NaN and infinity are noted.
+    """
     spec = shards.spec(key)
     dtype = torch.float32 if fp8 is not None else spec.dtype
 
     def read() -> Tensor:
         if torch.device(device).type == "meta":
             return torch.empty(spec.shape, dtype=dtype, device="meta")
-        return shards.read(key) if fp8 is None else fp8.read(shards, dtype)
+        value = shards.read(key) if fp8 is None else fp8.read(shards, dtype)
+        bad = count_nonfinite(value)
+        if bad:
+            suspicious[key] = f"{bad} of its {value.numel()} values are NaN or infinite"
+        return value
 
     return LazyTensor(read, DTYPE_NAMES[dtype], spec.shape)
 
@@ -205,15 +234,8 @@ def load_dense(
         raise ValueError(f"{shards.folder}: transformers could not convert {name}: {error}")
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
-    complain("the model needs, but no file holds", info.missing_keys, shards)
-    complain("the files hold, but the model of the config does not know", info.unexpected_keys, shards)
-
-
-def complain(what: str, names: set[str], shards: Shards) -> None:
-    if names:
-        first, more = sorted(names)[0], len(names) - 1
-        others = f" (and {more} more)" if more else ""
-        raise ValueError(f"{shards.folder}: {what} {first}{others}. Config and weights do not belong together.")
+    complain("the model needs, but no file holds", info.missing_keys, shards.folder)
+    complain("the files hold, but the model of the config does not know", info.unexpected_keys, shards.folder)
 
 
 def finish(skeleton: Skeleton, folder: Path, device: torch.device | str) -> "PreTrainedModel":

@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from halfbyte.checkpoint import plausible
 from halfbyte.checkpoint.adapter import Adapter, Factors
 from halfbyte.checkpoint.base import Base
 from halfbyte.checkpoint.contents import Fp8Weight
 from halfbyte.checkpoint.detect import CONFIG_FILE, read_json
 from halfbyte.checkpoint.digest import streamed_digest
+from halfbyte.checkpoint.finite import check_finite, check_stored
 from halfbyte.checkpoint.formats.base import StoredWeight
 from halfbyte.checkpoint.formats.modelopt import QUANT_FILE
 from halfbyte.checkpoint.fused import fused_groups
@@ -53,6 +55,7 @@ class Merger:
         self.base, self.adapter, self.settings = base, adapter, settings
         self.recorded, self.onto, self.any_base = recorded, onto, any_base
         self.report = MergeReport(settings)
+        self.doubts: dict[str, str] = {}  # fqn -> what is suspicious about its scales
         self.digests: dict[str, tuple[tuple[int, int], int]] = {}  # of merged weights, if the adapter recorded them
         self.recipe = str(read_record(base.folder).get("scales", "max"))
         merge_aware = recorded is not None and recorded.mode == "merge-aware"
@@ -74,6 +77,7 @@ class Merger:
         else:
             specs |= {w.key: TensorSpec(asked, base.shards.spec(w.key).shape) for w in base.fp8.values()}
             specs |= {weight.weight_name: TensorSpec(asked, weight.shape) for weight in base.weights.values()}
+            specs |= {key: base.shards.spec(key) for key in base.unknown}
         for name, key in [*base.dense.items(), *((copy, base.dense[name]) for copy, name in self.untied.items())]:
             specs[name if name in self.untied else key] = TensorSpec(
                 self.dense_dtype(name, key), base.shards.spec(key).shape
@@ -83,8 +87,11 @@ class Merger:
     def dense_dtype(self, name: str, key: str) -> torch.dtype:
         """Of a parameter that is dense in the base: its own, or if it changes, a wider one that was asked for."""
         own, asked = self.base.shards.spec(key).dtype, DENSE_DTYPES.get(self.settings.to)
-        changed = name in self.adapter.modules or layer_of(name) in self.adapter.layers
-        return torch.promote_types(own, asked) if changed and asked is not None else own
+        return torch.promote_types(own, asked) if self.changes(name) and asked is not None else own
+
+    def changes(self, name: str) -> bool:
+        """True when the adapter has a change, or a new value, for this parameter."""
+        return name in self.adapter.modules or layer_of(name) in self.adapter.layers
 
     def metadata(self) -> dict[str, str]:
         """Of the files: the base's own where its weights stay as they are, plus outputs that are tied no more."""
@@ -102,12 +109,16 @@ class Merger:
         done = 0
         with ShardWriter(folder, specs, metadata=self.metadata(), max_shard_bytes=max_shard_bytes) as writer:
             for name, key in self.base.dense.items():
-                writer.write(key, self.dense_parameter(name, key))
+                if self.changes(name):
+                    writer.write(key, self.dense_parameter(name, key))
+                else:
+                    check_stored(self.base.shards, key)
+                    writer.copy(key, self.base.shards, key)
             for copy, original in self.untied.items():
                 writer.write(copy, self.dense_parameter(copy, self.base.dense[original]))
             for name, weight in self.base.fp8.items():
                 writer.write(weight.key, self.fp8_parameter(name, weight))
-            for key in self.base.kept if self.settings.to == "nvfp4" else ():
+            for key in self.base.kept if self.settings.to == "nvfp4" else self.base.unknown:
                 writer.copy(key, self.base.shards, key)
             for group in fused_groups(self.base.weights):
                 for tensors in self.merged_group(group):
@@ -117,6 +128,8 @@ class Merger:
                 if progress is not None:
                     progress(done, todo, group[0])
         self.check_merged_digest()
+        if self.doubts:
+            self.report.warnings.append(plausible.summary(self.doubts))
         self.write_rest(folder)
 
     def write_rest(self, folder: Path) -> None:
@@ -152,12 +165,14 @@ class Merger:
     def dense_parameter(self, name: str, key: str) -> Tensor:
         """A parameter that is dense in the base: replaced, merged, or as it was."""
         value, dtype = self.base.shards.read(key), self.dense_dtype(name, key)
+        check_finite(value, key, self.base.shards.path_of(key))
         if name in self.adapter.modules:
             new = self.adapter.module(name)
             if new.shape != value.shape:
                 raise ValueError(
                     f"{self.adapter.folder}: {name} is {list(new.shape)}, the base has {list(value.shape)}."
                 )
+            check_finite(new, name, self.adapter.folder)
             self.report.replaced.append(name)
             value = new.to(dtype)
         layer = name.removesuffix(".weight")
@@ -170,6 +185,7 @@ class Merger:
 
     def fp8_parameter(self, name: str, weight: Fp8Weight) -> Tensor:
         """An FP8 weight: as it is beside NVFP4, decoded (and merged) for a dense output."""
+        check_stored(self.base.shards, weight.key)
         if self.settings.to == "nvfp4":
             return self.base.shards.read(weight.key)
         dtype, layer = DENSE_DTYPES[self.settings.to], layer_of(name)
@@ -195,6 +211,9 @@ class Merger:
         if factors is None and self.settings.to == "nvfp4" and self.onto is None:
             return {key: self.base.shards.read(key) for key in weight.keys.values()}
         parts = self.base.format.read(self.base.shards, weight)
+        doubt = plausible.implausible(parts.scale, parts.global_scale)
+        if doubt:
+            self.doubts[fqn] = doubt
         if factors is not None:
             self.check_digest(fqn, parts)
             check_factors(parts, factors.lora_A, factors.lora_B, fqn)

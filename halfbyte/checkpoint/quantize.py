@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.checkpoint.detect import CONFIG_FILE, FORMATS
+from halfbyte.checkpoint.finite import check_finite
 from halfbyte.checkpoint.formats.base import Format, StoredWeight
 from halfbyte.checkpoint.fused import fused_groups
 from halfbyte.checkpoint.output import atomic_folder
@@ -109,6 +110,7 @@ class Plan:
 
     weights  source key -> how its NVFP4 form is stored.
     copied   source keys that stay dense.
+    unknown  those of them that the model of the config does not know.
     dense    names of linears that stay dense -> why.
     specs    output key -> dtype and shape, in file order.
     names    the model's names of all tensors.
@@ -118,6 +120,7 @@ class Plan:
     format: Format
     weights: dict[str, StoredWeight]
     copied: list[str]
+    unknown: set[str]
     dense: dict[str, str]
     specs: dict[str, TensorSpec]
     names: list[str]
@@ -130,6 +133,7 @@ def make_plan(
     """Choose the layers. ValueError when nothing is left to quantize, or a pattern matches nothing."""
     skeleton = Skeleton(source.config, source.path)
     keys = without_tied_copies(source, skeleton)
+    skeleton.check_complete(keys, source.path)
     linears = skeleton.linears(keys)
     check_linears(source, skeleton, linears)
     dense = {linears[key]: reason for key, reason in reasons_to_stay_dense(source, skeleton, linears, lm_head).items()}
@@ -156,7 +160,9 @@ def make_plan(
     quantized = {weight.model_fqn for weight in weights.values()}
     kept_out = [fqn for fqn in skeleton.all_linears if fqn not in {*quantized, skeleton.output_embeddings}]
     names = list(dict.fromkeys(skeleton.target(key).name for key in keys))
-    return Plan(format, weights, [key for key in keys if key not in weights], dense, specs, names, kept_out)
+    copied = [key for key in keys if key not in weights]
+    unknown = {key for key in copied if skeleton.can_do_without(key)}
+    return Plan(format, weights, copied, unknown, dense, specs, names, kept_out)
 
 
 def without_tied_copies(source: DenseSource, skeleton: Skeleton) -> list[str]:
@@ -243,7 +249,10 @@ def write_weights(
     layers: list[QuantizedLayer] = []
     with ShardWriter(folder, plan.specs, metadata=metadata, max_shard_bytes=max_shard_bytes) as writer:
         for key in plan.copied:
-            writer.write(key, source.read(key).to(plan.specs[key].dtype))
+            value = source.read(key)
+            if key not in plan.unknown:
+                check_finite(value, key, source.path)
+            writer.write(key, value.to(plan.specs[key].dtype))
             report(key)
         for group in fused_groups(key.removesuffix(".weight") for key in plan.weights):
             amax = torch.stack([largest_magnitude(source.read(f"{fqn}.weight"), fqn) for fqn in group]).max()

@@ -70,6 +70,10 @@ class Shards:
     def read_rows(self, key: str, start: int, stop: int) -> Tensor:
         return self._files[self._name_of(key)].read_rows(key, start, stop)
 
+    def read_into(self, key: str, offset: int, out: Tensor) -> None:
+        """Fill a uint8 tensor with the tensor's bytes from `offset` on."""
+        self._files[self._name_of(key)].read_into(key, offset, out)
+
     def copy(self, key: str, fd: int, offset: int) -> None:
         """The tensor's bytes into an open file."""
         self._files[self._name_of(key)].copy(key, fd, offset)
@@ -150,7 +154,7 @@ def _read_index(path: Path) -> dict[str, list[str] | None]:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
         pairs = [(str(key), str(name)) for key, name in weight_map.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not a safetensors index (expected JSON with a weight_map): {error!r}") from error
     listed: dict[str, list[str] | None] = {name: [] for name in sorted({name for _, name in pairs})}
     for key, name in pairs:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.checkpoint.detect import read_json
-from halfbyte.checkpoint.shards import INDEX_FILE
+from halfbyte.checkpoint.shards import INDEX_FILE, safe_path
 
 RECORD_FILE = "halfbyte.json"
 CARRIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
@@ -18,17 +18,18 @@ CARRIED_FOLDERS = ("additional_chat_templates",)
 def copy_sidecars(source: Path, out: Path) -> None:
     """Copy tokenizer, generation config, chat templates and licence; never weights, code or another format's config.
 
-    A Hub cache links its files; links are followed, so the copy stands alone.
+    A Hub cache links its files; such links are followed, so the copy stands alone. ValueError for a link out of the
+    folder: it would put a file of this machine into a model that is passed on.
     """
     for path in sidecars(source):
-        shutil.copyfile(path, out / path.name)
-    for name in CARRIED_FOLDERS:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, out / name)
+        target = out / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(safe_path(source, path.relative_to(source).as_posix()), target)
 
 
 def sidecars(source: Path) -> Iterable[Path]:
-    found = {path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()}
+    patterns = [*CARRIED, *(f"{name}/*" for name in CARRIED_FOLDERS)]
+    found = {path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
     return sorted(path for path in found if path.name not in NOT_CARRIED and not path.name.endswith(".index.json"))
 
 

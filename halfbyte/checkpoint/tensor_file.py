@@ -110,12 +110,9 @@ class TensorFile:
                 )
             done += count
 
-    def _read_bytes(self, key: str, offset: int, size: int) -> Tensor:
-        """Fill a fresh uint8 tensor [size] from the file."""
-        out = torch.empty(size, dtype=torch.uint8)
-        view = out.numpy().data
-        position = self._offsets[key] + offset
-        done = 0
+    def read_into(self, key: str, offset: int, out: Tensor) -> None:
+        """Fill a uint8 tensor with the tensor's bytes from `offset` on."""
+        view, size, position, done = out.numpy().data, out.numel(), self._offsets[key] + offset, 0
         while done < size:
             count = os.preadv(self._fd, [view[done:]], position + done)
             if count == 0:
@@ -123,6 +120,11 @@ class TensorFile:
                     f"{self.path}: {key} ends after {done} of {size} bytes. The file was cut; fetch it again."
                 )
             done += count
+
+    def _read_bytes(self, key: str, offset: int, size: int) -> Tensor:
+        """A fresh uint8 tensor [size] from the file."""
+        out = torch.empty(size, dtype=torch.uint8)
+        self.read_into(key, offset, out)
         return out
 
     def _parse_header(self) -> tuple[dict[str, TensorSpec], dict[str, int], dict[str, str]]:
@@ -138,7 +140,7 @@ class TensorFile:
             header = json.loads(os.pread(self._fd, length, 8))
             metadata = header.pop("__metadata__", None) or {}
             specs, offsets, end = _parse_entries(header, data_start=8 + length, path=self.path)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{self.path}: damaged safetensors header: {error}. Fetch the file again.") from error
         if end != file_bytes:
             raise ValueError(

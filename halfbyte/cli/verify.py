@@ -15,8 +15,10 @@ def verify(
     from halfbyte.checkpoint.verify import verify as compare
 
     verdict = compare(a, b)
-    for name, what in verdict.notes.items():
-        print(f"note: {name}: {what} (a reciprocal that does not return)")
+    for name, what in list(verdict.notes.items())[:SHOWN]:
+        print(f"note: {name}: {what}")
+    if len(verdict.notes) > SHOWN:
+        print(f"... and {len(verdict.notes) - SHOWN} more notes")
     for name, what in list(verdict.differences.items())[:SHOWN]:
         print(f"differs: {name}: {what}")
     if len(verdict.differences) > SHOWN:

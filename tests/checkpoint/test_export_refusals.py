@@ -23,7 +23,7 @@ from halfbyte.checkpoint.shards import Shards
         ("modelopt", lambda t: t.pop("F.weight_scale_2"), r"F\.weight_scale_2 is in no file"),
         ("modelopt", lambda t: t["F.weight_scale"].view(torch.uint8)[1, 1].fill_(0x7F), "1 NaN block scales"),
         ("modelopt", lambda t: t.update({"F.weight_scale_2": torch.tensor(float("inf"))}), "is inf, expected a finite"),
-        ("modelopt", lambda t: t.update({"F.pre_quant_scale": torch.ones(64)}), "belongs to AWQ or SVDQuant"),
+        ("modelopt", lambda t: t.update({"F.pre_quant_scale": torch.ones(64)}), "belongs to AWQ, whose layers"),
         ("compressed-tensors", lambda t: t.pop("F.weight_global_scale"), r"F\.weight_global_scale is in no file"),
         ("compressed-tensors", lambda t: t["F.weight_global_scale"].zero_(), "is inf, expected a finite"),
         (

@@ -283,9 +283,10 @@ def test_missing_unexpected_and_truncated(tmp_path: Path, ours: Path) -> None:
     folder = copied(ours, tmp_path / "m")
     with Shards(folder) as shards:
         tensors, metadata = {key: shards.read(key) for key in shards}, dict(shards.metadata)
-    save_file({**tensors, "model.extra.weight": torch.zeros(2)}, folder / "model.safetensors", metadata)
-    with pytest.raises(ValueError, match=r"files hold, but the model of the config does not know model\.extra\.weight"):
-        load_model(folder)
+    for extra in ("model.layers.0.mlp.up_proj.bias", "model.layers.2.input_layernorm.weight"):
+        save_file({**tensors, extra: torch.zeros(2)}, folder / "model.safetensors", metadata)
+        with pytest.raises(ValueError, match=rf"files hold, but the model of the config does not know {extra}"):
+            load_model(folder)
     tensors.pop("model.norm.weight")
     save_file(tensors, folder / "model.safetensors", metadata)
     with pytest.raises(ValueError, match=r"no file holds model\.norm\.weight"):

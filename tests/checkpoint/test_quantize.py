@@ -73,12 +73,12 @@ def test_fused_groups() -> None:
 
 
 def test_everything_else_is_carried_along(tmp_path: Path, dense: Path) -> None:
-    source = tmp_path / "dense"
-    source.mkdir()
+    source, blobs = tmp_path / "models--o--n" / "snapshots" / "rev", tmp_path / "models--o--n" / "blobs"
+    source.mkdir(parents=True)
+    blobs.mkdir()
     for name in ("model.safetensors", "config.json", "generation_config.json"):
-        (source / name).symlink_to(dense / name)  # as in a Hub cache; copies must stand alone
-    (source / "model.safetensors").unlink()
-    (source / "model.safetensors").write_bytes((dense / "model.safetensors").read_bytes())
+        shutil.copyfile(dense / name, blobs / name)
+        (source / name).symlink_to(f"../../blobs/{name}")  # a Hub cache; copies must stand alone
     carried = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.txt", "spiece.model", "LICENSE"}
     for name in carried:
         (source / name).write_text(name)
@@ -92,6 +92,26 @@ def test_everything_else_is_carried_along(tmp_path: Path, dense: Path) -> None:
     for key in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
         assert torch.equal(before[key], after[key])
     assert json.loads((tmp_path / "out" / "halfbyte.json").read_text())["scales"] == "max"
+
+
+def test_a_link_out_of_the_folder_is_not_carried_along(tmp_path: Path, dense: Path) -> None:
+    """It would put a file of this machine into a model that is passed on."""
+    shutil.copytree(dense, tmp_path / "dense")
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "dense" / "notes.txt").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(ValueError, match=r"notes\.txt: a link to .*secret\.txt, which lies outside"):
+        quantize_checkpoint(tmp_path / "dense", tmp_path / "out")
+    (tmp_path / "dense" / "notes.txt").unlink()
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "a.jinja").write_text("secret")
+    (tmp_path / "dense" / "additional_chat_templates").symlink_to(tmp_path / "templates")
+    with pytest.raises(ValueError, match=r"a\.jinja: a link to"):
+        quantize_checkpoint(tmp_path / "dense", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "dense" / "additional_chat_templates").unlink()
+    shutil.copytree(tmp_path / "templates", tmp_path / "dense" / "additional_chat_templates")
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "out")
+    assert (tmp_path / "out" / "additional_chat_templates" / "a.jinja").read_text() == "secret"
 
 
 def test_report(tmp_path: Path, dense: Path) -> None:

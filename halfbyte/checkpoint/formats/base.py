@@ -60,9 +60,13 @@ class StoredWeight:
 
 
 class Format(Protocol):
-    """One way to keep NVFP4 weights in safetensors files."""
+    """One way to keep NVFP4 weights in safetensors files.
+
+    codes_suffix  what follows a linear's name in the key of its codes.
+    """
 
     name: str
+    codes_suffix: str
 
     def find(self, shards: Shards, config: Mapping[str, Any], rename: Rename = same_name) -> dict[str, StoredWeight]:
         """Checkpoint's fqn -> weight, checked: complete, right dtypes and shapes, metadata present, else ValueError.

@@ -40,6 +40,7 @@ class CompressedTensorsFormat(KeyedFormat):
 
     name = "compressed-tensors"
     layout = LAYOUT
+    codes_suffix = LAYOUT.codes_suffix
 
     def find(self, shards: Shards, config: Mapping[str, Any], rename: Rename = same_name) -> dict[str, StoredWeight]:
         groups = config_groups(config, shards)
@@ -96,7 +97,7 @@ def config_groups(config: Mapping[str, Any], shards: Shards) -> list[Mapping[str
             f"{shards.folder / 'config.json'}: quantization_config has no config_groups, expected a group a scheme."
         )
     for field in ("transform_config", "sparsity_config"):
-        if block.get(field):
+        if block.get(field) and block[field].get("format") != "dense":
             raise ValueError(
                 f"{shards.folder / 'config.json'}: {field} is set: its layers compute more than an NVFP4 product "
                 "(rotations, sparsity), which halfbyte does not read."

@@ -38,13 +38,17 @@ class KeyedLayout:
     scalar_shape: tuple[int, ...]
     reciprocal: bool
 
+    @property
+    def codes_suffix(self) -> str:
+        """What follows a linear's name in the key of its codes."""
+        return f".{self.names['qdata']}"
+
     def find(self, shards: Shards, rename: Rename, activation_of: ActivationOf) -> dict[str, StoredWeight]:
         """Every linear whose codes are there as uint8, checked."""
-        suffix = f".{self.names['qdata']}"
         found = {}
         for key in shards:
-            if key.endswith(suffix) and shards.spec(key).dtype == torch.uint8:
-                fqn = key.removesuffix(suffix)
+            if key.endswith(self.codes_suffix) and shards.spec(key).dtype == torch.uint8:
+                fqn = key.removesuffix(self.codes_suffix)
                 found[fqn] = self._stored(shards, fqn, rename, activation_of)
         return found
 
@@ -67,8 +71,12 @@ class KeyedLayout:
         act_scale = None
         if "act_scale" in keys:
             act_scale = float(self._scalar(shards, keys["act_scale"]))
+        activation = activation_of(fqn, act_scale)
+        if activation is None or activation.scale is None:  # a scale that the config does not use is an extra
+            keys.pop("act_scale", None)
+            specs.pop("act_scale", None)
         model_fqn = rename(f"{fqn}.weight").removesuffix(".weight")
-        return StoredWeight(fqn, model_fqn, (rows, cols), keys, specs, activation_of(fqn, act_scale))
+        return StoredWeight(fqn, model_fqn, (rows, cols), keys, specs, activation)
 
     def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
         qdata = shards.read(stored.keys["qdata"])

@@ -2,7 +2,7 @@
 
 Source: nvidia-modelopt 0.47, torch/export (unified_export_hf.py, quant_utils.py, convert_hf_config.py). Declared in
 hf_quant_config.json and, in newer exports, mirrored in config.json. AWQ and SVDQuant variants carry further tensors
-that change the layer's function (pre_quant_scale, svdquant_lora_a) and are refused.
+(pre_quant_scale, svdquant_lora_a), by which contents.py knows and refuses them.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,6 @@ LAYOUT = KeyedLayout(
     reciprocal=False,
 )
 W4A4, W4A16, MIXED = "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"
-FUNCTION_CHANGING = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 
 
 class ModelOptFormat(KeyedFormat):
@@ -30,12 +29,13 @@ class ModelOptFormat(KeyedFormat):
 
     name = "modelopt"
     layout = LAYOUT
+    codes_suffix = LAYOUT.codes_suffix
 
     def find(self, shards: Shards, config: Mapping[str, Any], rename: Rename = same_name) -> dict[str, StoredWeight]:
-        check_algorithm(shards, config)
+        weight_only = check_algorithm(shards, config) == W4A16
 
         def activation_of(fqn: str, scale: float | None) -> ActivationQuant | None:
-            return None if scale is None else ActivationQuant(scale=scale)
+            return None if weight_only or scale is None else ActivationQuant(scale=scale)
 
         return self.layout.find(shards, rename, activation_of)
 
@@ -80,11 +80,9 @@ def algorithm(folder: Path, config: Mapping[str, Any]) -> str | None:
     return block.get("quant_algo")
 
 
-def check_algorithm(shards: Shards, config: Mapping[str, Any]) -> None:
-    """ValueError for an algorithm whose layers compute something else than NVFP4 weights do."""
+def check_algorithm(shards: Shards, config: Mapping[str, Any]) -> str:
+    """The algorithm; ValueError for one whose layers compute something else than NVFP4 weights do."""
     found = algorithm(shards.folder, config)
     if found not in (W4A4, W4A16, MIXED):
         raise ValueError(f"{shards.folder}: ModelOpt's quant_algo is {found}, expected {W4A4}, {W4A16} or {MIXED}.")
-    for key in shards:
-        if key.endswith(FUNCTION_CHANGING):
-            raise ValueError(f"{shards.path_of(key)}: {key} belongs to AWQ or SVDQuant, which halfbyte does not read.")
+    return found

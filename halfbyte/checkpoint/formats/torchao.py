@@ -45,6 +45,7 @@ class TorchaoFormat:
     """`Format` for torchao's NVFP4 checkpoints."""
 
     name = "torchao"
+    codes_suffix = QDATA
 
     def find(self, shards: Shards, config: Mapping[str, Any], rename: Rename = same_name) -> dict[str, StoredWeight]:
         names = set(_tensor_names(shards))

@@ -223,8 +223,13 @@ def test_detect(tmp_path: Path, theirs: Path, dense: Path) -> None:
         detect(tmp_path, {"quantization_config": {"quant_method": "gptq"}})
     with pytest.raises(ValueError, match="no quant_method"):
         detect(tmp_path, {"quantization_config": {"bits": 4}})
+    both = {"quantization_config": {"quant_method": "torchao"}, "compression_config": {"quant_method": "x"}}
+    with pytest.raises(ValueError, match=r"two claims.*quantization_config says torchao, .*compression_config says x"):
+        detect(tmp_path, both)
     (tmp_path / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"config.json says torchao, hf_quant_config.json says modelopt"):
+    with pytest.raises(
+        ValueError, match=r"two claims.*config says torchao, the file hf_quant_config\.json says modelopt"
+    ):
         detect(tmp_path, read_config(theirs))
     with pytest.raises(FileNotFoundError, match=r"config\.json: not there"):
         read_config(tmp_path)
