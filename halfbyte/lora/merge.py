@@ -62,7 +62,10 @@ def merged_parts(
 
 
 class Recipe(NamedTuple):
-    """How a weight is merged; the fields are the arguments of `merged_parts`."""
+    """How a weight is merged; the fields are the arguments of `merged_parts`.
+
+    changed   True for a shard whose own change may be zero while the whole weight's is not: fresh scales apply to it.
+    """
 
     name: str
     seed: int = 0
@@ -71,6 +74,7 @@ class Recipe(NamedTuple):
     dtype: torch.dtype = torch.float32
     row_offset: int = 0
     column_offset: int = 0
+    changed: bool = False
 
 
 @torch.no_grad()
@@ -91,7 +95,7 @@ def merge(parts: NVFP4Parts, lora_A: Tensor, lora_B: Tensor, scaling: float, rec
                 column_offset=recipe.column_offset,
             )
             return parts._replace(qdata=qdata)
-        if not lora_A.any() or not lora_B.any():
+        if not recipe.changed and not (lora_A.any() and lora_B.any()):
             return parts
         return on_fresh_scales(parts, lora_A, lora_B, scaling, recipe)
 

@@ -129,6 +129,8 @@ def layer_problems(layer: "PeftLoraLinear") -> list[str]:
     from halfbyte.lora.merge_aware_layer import adapter_problems
 
     problems = [problem for adapter in layer.lora_A for problem in adapter_problems(layer, adapter)]
+    if hasattr(layer, "group"):
+        problems.append("its factors are cut over a mesh already; make it merge-aware before")
     active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
     if len(active) > 1:
         problems.append(f"{len(active)} adapters are active ({', '.join(active)}), one can be merged")
@@ -171,7 +173,8 @@ def merged_digest(model: nn.Module) -> str:
 
 def quantizer_of(model: nn.Module) -> Quantizer:
     """How the merge-aware layers round, for the adapter's metadata."""
-    recipes = {layer.recipe._replace(name="") for layer in merge_aware_layers(model).values()}
+    layers = merge_aware_layers(model).values()
+    recipes = {layer.recipe._replace(name="", row_offset=0, column_offset=0, changed=False) for layer in layers}
     if len(recipes) != 1:
         raise ValueError(f"expected merge-aware layers that round alike, found {len(recipes)} ways")
     recipe = recipes.pop()

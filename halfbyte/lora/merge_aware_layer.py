@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from halfbyte.lora.fused_layer import FusedLoraLinear
 from halfbyte.lora.merge import Recipe, merge
 from halfbyte.lora.merge_aware_matmul import Components, merge_aware_linear
+from halfbyte.nvfp4.activation import ActivationQuant
 from halfbyte.nvfp4.format import NVFP4Parts
 from halfbyte.nvfp4.linear import NVFP4Linear
 
@@ -92,16 +93,21 @@ class MergeAwareLinear(FusedLoraLinear):
             )
         if adapter is None or not self.active:
             return super().forward(x, *args, **kwargs)
+        y = self.merged_product(x, adapter, self.frozen().bias, self.frozen().activation)
+        return y + self.dropout_residual(x, adapter).to(y.dtype) if self.drops(adapter) else y
+
+    def merged_product(
+        self, x: Tensor, adapter: str, bias: Tensor | None, activation: ActivationQuant | None
+    ) -> Tensor:
+        """x W'^T + bias."""
         lora_A, lora_B, scaling = self.factors(adapter)
-        layer = self.frozen()
-        components: Components = components_of(layer)
+        components: Components = components_of(self.frozen())
         recipe: Recipe | None = self.recipe
         if x.device.type == "cpu" if self.keep is None else self.keep:
             components, recipe = self.kept_components(lora_A, lora_B, scaling), None
-        y = merge_aware_linear(
-            x, lora_A, lora_B, components, layer.bias, scaling=scaling, recipe=recipe, activation=layer.activation
+        return merge_aware_linear(
+            x, lora_A, lora_B, components, bias, scaling=scaling, recipe=recipe, activation=activation
         )
-        return y + self.dropout_residual(x, adapter).to(y.dtype) if self.drops(adapter) else y
 
     def frozen(self) -> NVFP4Linear:
         """The frozen layer."""

@@ -112,11 +112,16 @@ class NVFP4Linear(nn.Linear):
         )
 
     @property
+    def held_shape(self) -> tuple[int, int]:
+        """[rows, columns] that this module holds: all of them, except where a subclass holds a part."""
+        return self.out_features, self.in_features
+
+    @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The decoded weight [out, in]: free to ask for its shape, dtype, device; decoded when used; read-only."""
         return FrozenWeight(
             lambda: dequantize(self.parts(), self.dtype),
-            (self.out_features, self.in_features),
+            self.held_shape,
             self.dtype,
             self.qdata.device,
         )

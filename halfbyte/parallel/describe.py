@@ -73,11 +73,11 @@ def _field_differences(rank: int, name: str, found: dict[str, Any], expected: di
 
 
 def _layer_entry(fqn: str, layer: NVFP4Linear) -> dict[str, Any]:
-    for name, shape in component_shapes(layer.out_features, layer.in_features).items():
+    for name, shape in component_shapes(*layer.held_shape).items():
         _check_component(f"{fqn}.{name}", getattr(layer, name), shape)
     return {
         "layer": type(layer).__name__,
-        "shape": [layer.out_features, layer.in_features],
+        "shape": list(layer.held_shape),
         "dtype": _dtype(layer.dtype),
         "block size": BLOCK_SIZE,
         "activation": repr(layer.activation),

@@ -22,7 +22,8 @@ from halfbyte.nvfp4.digest import model_digest, weight_digest
 from halfbyte.nvfp4.format import NVFP4Parts, bytes_to_float
 from halfbyte.nvfp4.linear import COMPONENTS, NVFP4Linear
 from halfbyte.parallel.agree import together
-from halfbyte.parallel.tp_layers import ColumnNVFP4Linear, RowNVFP4Linear, cut_factors, gathered, whole_features
+from halfbyte.parallel.tp_describe import describe_cut
+from halfbyte.parallel.tp_layers import cut_factors, cut_tensors, gathered
 
 SAVE_TIMEOUT_S = 600.0
 
@@ -70,9 +71,12 @@ def save_adapter(model: Any, folder: str | Path, *, start_step: int = 0) -> None
 def describe_adapter(model: nn.Module, *, start_step: int = 0) -> metadata.AdapterMetadata | None:
     """`halfbyte.lora.adapter_files.describe_adapter` of a model whose base may be sharded; on rank zero, else None.
 
-    Call it on all ranks. One layer is gathered at a time.
+    Call it on all ranks. One layer is gathered at a time; of one that is cut over a mesh, only digests are.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
+    if cut_tensors(model):
+        described = describe_cut(model, start_step=start_step)
+        return described if writes else None
     merge_aware = merge_aware_layers(model)
     targets, merged = {}, {}
     for fqn, layer in nvfp4_modules(model).items():
@@ -103,9 +107,6 @@ def describe_adapter(model: nn.Module, *, start_step: int = 0) -> metadata.Adapt
 def whole_parts(layer: NVFP4Linear) -> NVFP4Parts:
     """The components of a layer, gathered where an engine shards them; call it on all ranks."""
     qdata, scale, global_scale = (_whole(getattr(layer, name)) for name in COMPONENTS)
-    if isinstance(layer, (ColumnNVFP4Linear, RowNVFP4Linear)):
-        dim = 0 if isinstance(layer, ColumnNVFP4Linear) else 1
-        qdata, scale = gathered(qdata, dim, layer.group), gathered(scale, dim, layer.group)
     return NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), bytes_to_float(global_scale))
 
 
@@ -122,9 +123,9 @@ def check_factors(model: nn.Module, whole: dict[str, Tensor]) -> None:
     for fqn, module in model.named_modules():
         if not hasattr(module, "lora_A") or not hasattr(module, "base_layer"):
             continue
-        fqn, (rows, columns) = fqn.removeprefix("module."), whole_features(module.base_layer)  # type: ignore[arg-type]
+        fqn, base = fqn.removeprefix("module."), module.base_layer
         for adapter, r in getattr(module, "r", {}).items():
-            for factor, shape in (("lora_A", (r, columns)), ("lora_B", (rows, r))):
+            for factor, shape in (("lora_A", (r, base.in_features)), ("lora_B", (base.out_features, r))):
                 found = whole.get(f"{fqn}.{factor}.{adapter}.weight")
                 if found is not None and tuple(found.shape) != shape:
                     raise RuntimeError(

@@ -10,6 +10,7 @@ content.
 """
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,7 @@ def synchronize(
     device: torch.device | str | None = None,
     timeout: float = CHECK_TIMEOUT_S,
     bucket_bytes: int = BUCKET_BYTES,
+    apart: Collection[str] = (),
 ) -> SyncReport | None:
     """Check that all ranks hold the same kind of model, and give all of them rank zero's values. None on one process.
 
@@ -54,6 +56,7 @@ def synchronize(
     group    the data-parallel ranks; None means all.
     device   where a rank on the meta device gets its memory; None means the type of device that rank zero uses.
     timeout  seconds to wait for the other ranks at each comparison.
+    apart    tensors, by name, of which each rank holds another part: only their shapes are compared.
     memory   two buckets beyond the model.
     raises   on every rank the same ValueError, naming rank, layer, found and expected, when the models differ or a base
              component could be trained; RuntimeError when a rank failed, is missing, or its bytes did not arrive.
@@ -68,12 +71,13 @@ def synchronize(
     compared = time.monotonic()
     # Sorted by name: the modules of two ranks may have been registered in another order.
     tensors = named_tensors(model)
-    to_send = [tensors[name] for name in sorted(tensors) if "tied to" not in description.get(name, {})]
+    names = [name for name in sorted(tensors) if name not in apart and "tied to" not in description.get(name, {})]
+    to_send = [tensors[name] for name in names]
     size = broadcast_tensors([t.detach() for t in to_send], group=group, bucket_bytes=bucket_bytes)
     if to_send and to_send[0].is_cuda:
         torch.cuda.synchronize()
     sent = time.monotonic()
-    compare_contents(model, group=group, timeout=timeout)
+    compare_contents(model, group=group, timeout=timeout, apart=apart)
     leave_components_to_us(model)
     done = time.monotonic()
     return SyncReport(len(to_send), size, compared - start, sent - compared, done - sent)
@@ -95,10 +99,15 @@ def _local_device(device_type: str) -> torch.device:
 
 
 def compare_contents(
-    model: nn.Module, *, group: dist.ProcessGroup | None = None, timeout: float = CHECK_TIMEOUT_S
+    model: nn.Module,
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = CHECK_TIMEOUT_S,
+    apart: Collection[str] = (),
 ) -> None:
     """Step 4. RuntimeError on every rank, naming rank and tensor, when a digest is not the one of rank zero."""
     digests = content_digests(model)
+    digests = {name: d for name, d in digests.items() if name not in apart and f"{name}.qdata" not in apart}
     all_digests = agree("Comparing the model's bytes", digests, group=group, timeout=timeout)
     wrong = [
         f"rank {rank}, {name}: digest is {found[name]}, expected {expected}"

@@ -14,8 +14,8 @@ from halfbyte.nvfp4.linear import NVFP4Linear
 from halfbyte.parallel.agree import world_size
 from halfbyte.parallel.deepspeed import check_config, read_deepspeed_config
 from halfbyte.parallel.mesh import check_degree
-from halfbyte.parallel.tensor_parallel import check as check_plan
-from halfbyte.parallel.tensor_parallel import plan_of
+from halfbyte.parallel.tp_plan import check as check_plan
+from halfbyte.parallel.tp_plan import plan_of
 from halfbyte.train.config import TrainConfig
 
 
