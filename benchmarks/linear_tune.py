@@ -44,11 +44,11 @@ def elementwise(raw: list[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
     rows = []
     for warps in (2, 4, 8):
         rows.append(trial("dequantize", dequantize_triton, {"NUM_WARPS": warps, "BLOCK_WORDS": 32 * warps}, decode))
-    for warps, blocks in ((4, 128), (2, 64), (1, 32), (2, 128)):
+    for warps, blocks in ((4, 128), (2, 64), (1, 32), (8, 256), (4, 256)):
         sizes = {"NUM_WARPS": warps, "NUM_BLOCKS": blocks}
         rows.append(trial("quantize", quantize_triton, sizes, over(weights, quantize_triton.quantize, scale)))
-    for warps, num_rows in ((4, 4), (4, 8), (2, 4), (2, 8)):
-        rows.append(trial("snap", snap_triton, {"NUM_WARPS": warps, "WORDS": 32 * warps, "ROWS": num_rows}, snap))
+    for warps, num_rows, words in ((4, 64, 32), (4, 32, 64), (2, 32, 32), (2, 16, 64), (1, 16, 32), (1, 32, 16)):
+        rows.append(trial("snap", snap_triton, {"NUM_WARPS": warps, "WORDS": words, "ROWS": num_rows}, snap))
     return rows
 
 

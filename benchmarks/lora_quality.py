@@ -31,12 +31,13 @@ from halfbyte.lora import make_merge_aware, retention, set_merge_aware
 from halfbyte.lora.merge_aware import merge_aware_layers
 from halfbyte.lora.merge_aware_layer import KeptWeight, MergeAwareLinear, components_of, stamp
 from halfbyte.lora.retention import total
-from halfbyte.numerics.dither import column_keys, row_keys, thresholds
+from halfbyte.numerics.dither import OFFSET_BITS, column_keys, offsets, row_keys
 from halfbyte.nvfp4 import ActivationQuant, NVFP4Linear, NVFP4Parts, nvfp4_modules, quantize
 from halfbyte.nvfp4.snap import snap
 from halfbyte.train.encode import chat_encoder
 
 BATCH, LONGEST, GOLDEN_RATIO = 8, 128, (math.sqrt(5) - 1) / 2
+ONE = 1 << OFFSET_BITS
 ROUNDINGS = {"dither": ("dither", "keep"), "nearest": ("nearest", "fresh")}
 
 
@@ -127,7 +128,7 @@ def synchronize(device: str) -> None:
 
 
 class OtherThresholds(MergeAwareLinear):
-    """A merge-aware layer with thresholds from elsewhere; only here, to see whether they do better."""
+    """A merge-aware layer with offsets from elsewhere; only here, to see whether they do better."""
 
     other: Callable[[NVFP4Parts, str, int], Tensor]
 
@@ -143,27 +144,30 @@ class OtherThresholds(MergeAwareLinear):
 
 
 def hashed(parts: NVFP4Parts, name: str, seed: int) -> Tensor:
-    """The package's own thresholds, [N, K]."""
+    """The package's own offsets, [N, K]."""
     (n, k), device = parts.shape, parts.qdata.device
-    return thresholds(row_keys(seed, name, 0, n, device), column_keys(seed, name, 0, k, device))
+    return offsets(row_keys(seed, name, 0, n, device), column_keys(seed, name, 0, k, device))
 
 
 def along_rows(parts: NVFP4Parts, name: str, seed: int) -> Tensor:
-    """Each column's thresholds step through (0, 1) by the golden ratio from a hashed start."""
-    t = hashed(parts, name, seed)
-    steps = torch.arange(t.shape[0], device=t.device).unsqueeze(-1) * GOLDEN_RATIO
-    return (t[:1] + steps).frac().float().clamp(2**-24, 1 - 2**-24)
+    """Each column's offsets step through [0, 1) by the golden ratio from a hashed start."""
+    first = hashed(parts, name, seed)[:1]
+    return (first + golden_steps(parts.shape[0], first.device).unsqueeze(-1)) % ONE
 
 
 def along_columns(parts: NVFP4Parts, name: str, seed: int) -> Tensor:
-    """Each row's thresholds step through (0, 1) by the golden ratio from a hashed start."""
-    t = hashed(parts, name, seed)
-    steps = torch.arange(t.shape[1], device=t.device) * GOLDEN_RATIO
-    return (t[:, :1] + steps).frac().float().clamp(2**-24, 1 - 2**-24)
+    """Each row's offsets step through [0, 1) by the golden ratio from a hashed start."""
+    first = hashed(parts, name, seed)[:, :1]
+    return (first + golden_steps(parts.shape[1], first.device)) % ONE
+
+
+def golden_steps(count: int, device: torch.device) -> Tensor:
+    """int32 [count], multiples of the golden ratio modulo 1, in offsets' units."""
+    return ((torch.arange(count, device=device).double() * GOLDEN_RATIO).frac() * ONE).int()
 
 
 def by_block(parts: NVFP4Parts, name: str, seed: int) -> Tensor:
-    """One threshold for a block of sixteen."""
+    """One offset for a block of sixteen."""
     return hashed(parts, name, seed)[:, ::16].repeat_interleave(16, dim=1)
 
 

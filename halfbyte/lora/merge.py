@@ -5,7 +5,7 @@ operations and dtypes is fixed here, and does not depend on autocast, TF32, the 
 
 * delta = fp32(scaling * (B @ A)), the product in fp64. Products of fp32 factors are exact there and the sum's error is
   2^-53, so the order of summation reaches an fp32 bit about once in 10^8 elements, and a code far more rarely.
-* "dither" (default) rounds in code space on the base's scales with fixed thresholds (nvfp4/snap.py).
+* "dither" (default) rounds in code space on the base's scales with fixed offsets (nvfp4/snap.py).
 * "nearest" with fresh scales is what other tools' files expect: fp32 sum, rounded to the base's original dtype, then
   the quantizer on the base's global scale. An ordinary adapter mostly vanishes in it.
 
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.lora.snap_adapter import delta_chunks, snap_adapter
-from halfbyte.numerics.dither import column_keys, row_keys, thresholds
+from halfbyte.numerics.dither import column_keys, offsets, row_keys
+from halfbyte.numerics.e2m1 import E2M1_MAX
 from halfbyte.nvfp4.dequantize import dequantize
 from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts
 from halfbyte.nvfp4.quantize import encode_scale, quantize_rows
-from halfbyte.nvfp4.snap import E2M1_MAX, snap
+from halfbyte.nvfp4.snap import snap
 
 Rounding = Literal["dither", "nearest"]
 Scales = Literal["keep", "fresh"]
@@ -49,7 +50,7 @@ def merged_parts(
     parts     the base, [N, K].
     lora_A    [r, K], lora_B [N, r], any float dtype, on the parts' device.
     name      of the weight in the base model, without PEFT's prefixes ("model.layers.0.mlp.up_proj"); with seed it
-              chooses the dither's thresholds.
+              chooses the dither's offsets.
     rounding  "dither" or "nearest"; scales "keep" (the base's block scales) or "fresh" (from the merged block maxima).
     dtype     the base's original dtype; only "nearest" rounds to it before the quantizer.
     row_offset, column_offset   where a shard begins in the whole weight, so that it is rounded as the whole would be.
@@ -107,21 +108,21 @@ def on_fresh_scales(parts: NVFP4Parts, lora_A: Tensor, lora_B: Tensor, scaling: 
     columns = column_keys(seed, name, recipe.column_offset, parts.shape[1], device)
     for rows, delta in delta_chunks(lora_A, lora_B, scaling):
         piece = NVFP4Parts(parts.qdata[rows], parts.scale[rows], parts.global_scale)
-        threshold = None
+        offset = None
         if recipe.rounding == "dither":
-            threshold = thresholds(row_keys(seed, name, recipe.row_offset + rows.start, len(delta), device), columns)
-        qdata[rows], scale[rows] = requantize(piece, delta, threshold, recipe.dtype)
+            offset = offsets(row_keys(seed, name, recipe.row_offset + rows.start, len(delta), device), columns)
+        qdata[rows], scale[rows] = requantize(piece, delta, offset, recipe.dtype)
     return NVFP4Parts(qdata, scale, parts.global_scale)
 
 
-def requantize(piece: NVFP4Parts, delta: Tensor, threshold: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def requantize(piece: NVFP4Parts, delta: Tensor, offset: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(qdata, scale) of base + delta with block scales from the merged block maxima."""
     merged = dequantize(piece) + delta
-    if threshold is None:
+    if offset is None:
         return quantize_rows(merged.to(dtype).float(), piece.global_scale)
     scale = encode_scale(merged.unflatten(-1, (-1, BLOCK_SIZE)).abs().amax(-1) / E2M1_MAX, piece.global_scale)
     origin = NVFP4Parts(torch.zeros_like(piece.qdata), scale, piece.global_scale)
-    return snap(origin, merged, threshold), scale
+    return snap(origin, merged, offset), scale
 
 
 def check_modes(rounding: str, scales: str) -> None:

@@ -1,6 +1,6 @@
 """A layer's name in the base model, whatever has been wrapped around it since.
 
-The dither's thresholds and an adapter's metadata go by this name, so trainer, writer and every engine must agree on it.
+The dither's offsets and an adapter's metadata go by this name, so trainer, writer and every engine must agree on it.
 """
 
 from torch import nn

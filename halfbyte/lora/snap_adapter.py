@@ -1,6 +1,6 @@
 """One operator for the merged codes on the base's own scales: what a merge-aware step computes and a merge writes.
 
-    qdata' = snap(base, fp32(scaling * (B @ A)), thresholds)
+    qdata' = snap(base, fp32((scaling * B) @ A), offsets)
 
 On a CPU it goes a few rows at a time, so that the change in full size never exists; on a GPU one kernel does it all.
 The product is in fp64: products of fp32 factors are exact there and the sum's error is 2^-53, so another order of the
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from halfbyte.numerics.dither import low_word, thresholds
+from halfbyte.numerics.dither import low_word, offsets
 from halfbyte.numerics.hashing import GOLDEN, indexed_keys, key64, signed
 from halfbyte.nvfp4.format import NVFP4Parts, row_chunks
 from halfbyte.nvfp4.kernels.available import has_numba, has_triton
@@ -114,16 +114,16 @@ def snap_rows(
     qdata = torch.empty_like(parts.qdata, memory_format=torch.contiguous_format)
     columns = None if keys is None else low_word(indexed_keys(keys[1], 0, k, device))
     for rows, delta in delta_chunks(lora_A, lora_B, scaling):
-        threshold = None
+        offset = None
         if keys is not None and columns is not None:
-            threshold = thresholds(low_word(indexed_keys(keys[0], rows.start, len(delta), device)), columns)
-        qdata[rows] = snap(NVFP4Parts(parts.qdata[rows], parts.scale[rows], parts.global_scale), delta, threshold)
+            offset = offsets(low_word(indexed_keys(keys[0], rows.start, len(delta), device)), columns)
+        qdata[rows] = snap(NVFP4Parts(parts.qdata[rows], parts.scale[rows], parts.global_scale), delta, offset)
     return qdata
 
 
 def delta_chunks(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, scaling * B[rows] @ A as fp32 [n, K]) over all rows, about a quarter of a million values at a time."""
+    """(rows, (scaling * B[rows]) @ A as fp32 [n, K]) over all rows, about a quarter of a million values at a time."""
     with torch.autocast(lora_A.device.type, enabled=False):
         factor_A = lora_A.detach().double()
         for rows in row_chunks(lora_B.shape[0], lora_A.shape[1]):
-            yield rows, (lora_B[rows].detach().double() @ factor_A).mul_(scaling).float()
+            yield rows, ((lora_B[rows].detach().double() * scaling) @ factor_A).float()

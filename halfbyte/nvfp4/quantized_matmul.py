@@ -22,6 +22,7 @@ from torch import Tensor
 
 from halfbyte.nvfp4.dequantize import decode
 from halfbyte.nvfp4.format import E4M3_MAX, bytes_to_float, float_to_bytes
+from halfbyte.nvfp4.kernels.available import has_triton
 from halfbyte.nvfp4.layout import swizzle
 from halfbyte.nvfp4.quantize import encode
 from halfbyte.nvfp4.scaling import E2M1_MAX, SMALLEST
@@ -85,9 +86,17 @@ def quantized_product(
         product = native_product(batch, qdata, scale)
     else:
         product = reference_product(batch, qdata, scale)
-    y = torch.empty(product.shape, dtype=x.dtype, device=x.device)  # scaled in fp32 and rounded once, in one pass
-    torch.mul(product, batch.tensor_scale * bytes_to_float(global_scale), out=y)
+    y = scaled(product, batch.tensor_scale * bytes_to_float(global_scale), x.dtype)
     return y.view(*x.shape[:-1], qdata.shape[0])
+
+
+def scaled(product: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """product * factor, in fp32 and rounded once, in one pass. torch.compile makes a kernel of its own."""
+    if product.is_cuda and has_triton() and not torch.compiler.is_compiling():
+        from halfbyte.nvfp4.kernels.scale_triton import scale
+
+        return scale(product, factor, dtype)
+    return torch.mul(product, factor, out=torch.empty(product.shape, dtype=dtype, device=product.device))
 
 
 def reference_product(batch: Activations, qdata: Tensor, scale: Tensor) -> Tensor:

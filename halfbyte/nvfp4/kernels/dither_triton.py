@@ -1,7 +1,7 @@
-"""The dither's keys and thresholds (numerics/dither.py) in Triton, bit for bit.
+"""The dither's keys and offsets (numerics/dither.py) in Triton, bit for bit.
 
 Rows' and columns' keys are hashed in 64 bits, once each, by a small kernel of their own; an element mixes two of them
-in 32 bits, inside the kernel that needs the threshold.
+in 32 bits, inside the kernel that needs the offset.
 """
 
 import torch
@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfbyte.numerics import dither
 from halfbyte.numerics.hashing import signed
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 SECOND = tl.constexpr(0x94D049BB133111EB)
+OFFSET_BITS = tl.constexpr(dither.OFFSET_BITS)
 BLOCK = 256
 
 
@@ -41,17 +43,13 @@ def keys_kernel(row_ptr, column_ptr, row_key, column_key, n, k, STRIDE: tl.const
 
 
 @triton.jit
-def threshold(row_key, column_key):
-    """fp32 in (0, 1) of an element, from int32 keys.
-
-    The hash's top 23 bits become the mantissa of a float in [1, 2), so that one exact subtraction ends the conversion.
-    """
+def offset(row_key, column_key):
+    """An element's offset from int32 keys, int32 in [0, 2^OFFSET_BITS)."""
     x = (row_key ^ column_key).to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     x = x ^ (x >> 16)
-    one_and_more = ((x >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
-    return one_and_more - (1 - 2.0**-24)
+    return (x >> (32 - OFFSET_BITS)).to(tl.int32, bitcast=True)
 
 
 def keys(row_key: int, column_key: int, n: int, k: int, device: torch.device, *, stride: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfbyte.numerics.dither import low_word
+from halfbyte.numerics.dither import OFFSET_BITS, low_word
 from halfbyte.numerics.hashing import indexed_keys
 
 TILE = 256
@@ -27,7 +27,8 @@ ROWS_PER_THREAD = 64  # at least; below, starting a thread costs more than it sa
 
 f32, i32, u32, u8 = np.float32, np.int32, np.uint32, np.uint8
 M1, M2 = u32(0x7FEB352D), u32(0x846CA68B)  # numerics/dither.py
-HALF_STEP = f32(2.0**-24)
+SHIFT, ONE = u32(32 - OFFSET_BITS), i32(1 << OFFSET_BITS)
+HALF = i32(ONE // 2 - 1)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -67,69 +68,77 @@ def product(up_n, down, begin, acc):
 
 
 @numba.njit(nogil=True, cache=True)
-def move(codes, acc, scaling, inverse, position):
-    """Signed place on the line of codes of value(code) + change * inverse; numerics/e2m1.py has the formula."""
+def move(codes, acc, inverse, place):
+    """Signed place on the line of codes of value(code) + change * inverse, in units of 2^-OFFSET_BITS (../snap.py).
+
+    A zero keeps the base's sign in the base's code, so that of a place of zero is not needed.
+    """
     for c in range(codes.shape[0]):
         code = i32(codes[c])
-        place = code & i32(7)
-        halves = max(place, max(i32(2) * place - i32(4), i32(4) * place - i32(16)))
+        index = code & i32(7)
+        halves = max(index, max(i32(2) * index - i32(4), i32(4) * index - i32(16)))
         value = f32(i32(halves)) * f32(0.5)
         value = -value if code & i32(8) else value
-        moved = value + f32(acc[c] * scaling) * inverse[c]
+        moved = value + f32(acc[c]) * inverse[c]
         size = abs(moved)
-        size = size if size < f32(6) else f32(6)
-        low, middle, high = size * f32(2), size + f32(2), size * f32(0.5) + f32(4)
+        low, middle, high = size * f32(2) + f32(8), size + f32(10), size * f32(0.5) + f32(12)
         line = low if low < middle else middle
         line = line if line < high else high
-        position[c] = -line if moved < f32(0) else line
+        line = line if line < f32(15) else f32(15)
+        found = i32((line - f32(8)) * f32(ONE))
+        place[c] = -found if moved < f32(0) else found
 
 
 @numba.njit(nogil=True, cache=True)
-def thresholds(row_key, column_keys, threshold):
+def offsets(row_key, column_keys, offset):
     """numerics/dither.py, for a piece of one row."""
-    for c in range(threshold.shape[0]):
+    for c in range(offset.shape[0]):
         x = row_key ^ column_keys[c]
         x = u32(x ^ (x >> u32(16)))
         x = u32(x * M1)
         x = u32(x ^ (x >> u32(15)))
         x = u32(x * M2)
         x = u32(x ^ (x >> u32(16)))
-        threshold[c] = f32(i32(u32(x >> u32(9))) * i32(2) + i32(1)) * HALF_STEP
+        offset[c] = i32(u32(x >> SHIFT))
 
 
 @numba.njit(nogil=True, cache=True)
-def settle(position, threshold, dithered, codes):
+def to_even(place, offset):
+    """The offsets that round to nearest, ties to the even code."""
+    for c in range(offset.shape[0]):
+        offset[c] = HALF + ((abs(place[c]) >> i32(OFFSET_BITS)) & i32(1))
+
+
+@numba.njit(nogil=True, cache=True)
+def settle(place, offset, codes):
     """Replace base codes by the new ones; a zero keeps the base's sign."""
     for c in range(codes.shape[0]):
-        low = np.floor(position[c])
-        if dithered:
-            rounded = i32(low) + i32(1 if position[c] - low > threshold[c] else 0)
-        else:
-            rounded = i32(np.rint(position[c]))
-        base = i32(codes[c])
-        sign = i32(8) if rounded < i32(0) else i32(0)
-        sign = base & i32(8) if rounded == i32(0) else sign
-        codes[c] = u8(abs(rounded) | sign)
+        magnitude = (abs(place[c]) + offset[c]) >> i32(OFFSET_BITS)
+        sign = i32(8) if place[c] < i32(0) else i32(0)
+        sign = i32(codes[c]) & i32(8) if magnitude == i32(0) else sign
+        codes[c] = u8(magnitude | sign)
 
 
 @numba.njit(nogil=True, cache=True)
-def snap_rows(qdata, step_inv, up, down, scaling, row_keys, column_keys, dithered, out, start, stop):
-    """Rows start to stop of qdata [N, K/2] into out; up fp64 [N, r], down fp64 [r, K], keys uint32."""
+def snap_rows(qdata, step_inv, up, down, row_keys, column_keys, dithered, out, start, stop):
+    """Rows start to stop of qdata [N, K/2] into out; up fp64 [N, r], scaled, down fp64 [r, K], keys uint32."""
     k = down.shape[1]
     acc_tile, codes_tile = np.empty(TILE, np.float64), np.empty(TILE, np.uint8)
-    inverse_tile, position_tile, threshold_tile = np.empty(TILE, f32), np.empty(TILE, f32), np.empty(TILE, f32)
+    inverse_tile, place_tile, offset_tile = np.empty(TILE, f32), np.empty(TILE, i32), np.empty(TILE, i32)
     for begin in range(0, k, TILE):
         width = min(TILE, k - begin)
         acc, codes, inverse = acc_tile[:width], codes_tile[:width], inverse_tile[:width]
-        position, threshold = position_tile[:width], threshold_tile[:width]
+        place, offset = place_tile[:width], offset_tile[:width]
         for n in range(start, stop):
             unpack(qdata[n, begin // 2 : (begin + width) // 2], codes)
             spread(step_inv[n, begin // 16 : (begin + width) // 16], inverse)
             product(up[n], down, begin, acc)
-            move(codes, acc, scaling, inverse, position)
+            move(codes, acc, inverse, place)
             if dithered:
-                thresholds(row_keys[n], column_keys[begin : begin + width], threshold)
-            settle(position, threshold, dithered, codes)
+                offsets(row_keys[n], column_keys[begin : begin + width], offset)
+            else:
+                to_even(place, offset)
+            settle(place, offset, codes)
             pack(codes, out[n, begin // 2 : (begin + width) // 2])
 
 
@@ -152,9 +161,8 @@ def snap_low_rank(
         # A copy: numpy() pins a tensor's storage for good, and FSDP2 frees and refills the storage of what it gathers.
         qdata.detach().clone(memory_format=torch.contiguous_format).numpy(),
         step_inv.numpy(),
-        padded(up.T).T.contiguous().numpy(),
+        padded(up.T).mul_(scaling).T.contiguous().numpy(),
         padded(down).numpy(),
-        float(scaling),
         row_keys,
         column_keys,
         keys is not None,

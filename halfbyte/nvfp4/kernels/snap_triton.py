@@ -1,63 +1,62 @@
 """Base plus a low-rank change, back on the base's grid, in one pass: 0.5625 bytes read and 0.5 written a value.
 
-    qdata' = snap(base, fp32(scaling * (up @ down)), threshold)      nvfp4/snap.py is the definition
+    qdata' = snap(base, fp32((scaling * up) @ down), offsets)        nvfp4/snap.py is the definition
 
-The product is taken in fp64, as the definition asks, so that the order of its terms does not matter. A thread holds the
-eight columns of a word for a few rows. The eighth-part of a word comes first in every shape ([8, R, W]): `down` and the
-columns' keys are laid out so beforehand, neighbouring threads then read neighbouring values, and nothing is exchanged
-between threads. `multiple_of(..., 1)` hides from the compiler that loads could be wider (four words a thread).
+The product is taken in fp64, as the definition asks, so that the order of its terms does not matter, by the tensor
+cores where they have fp64. A thread holds words of eight codes; the words' parts come one after the other, each with
+every eighth column of `down`, which is laid out so beforehand: nothing is exchanged between threads but the operands
+of the product.
 
-Limits: on an H200 288 us for 14336 x 4096 at r = 16, far from the memory's floor: 160 registers leave 12 warps a
-multiprocessor, too few to hide the product's reads. Consumer GPUs run fp64 at 1/64 of their fp32 rate; there the
-product takes most of the time. A product by fp64 tensor cores is written down in docs/log.md. Rejected: a fixed order
-in fp32 without fused products (equal everywhere too, but twice the instructions here and four times the time on a CPU),
-and exact integers from scaled factors (a column of `up` far larger than its neighbours would swallow them).
+Limits: arithmetic, about forty instructions a value. Consumer GPUs run fp64 at 1/64 of their fp32 rate; there the
+product takes most of the time. Rejected: a fixed order in fp32 without fused products (equal everywhere too, but twice
+the instructions here and four times the time on a CPU), and exact integers from scaled factors (a column of `up` far
+larger than its neighbours would swallow them).
 """
-
-import ctypes
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.nvfp4.kernels.codec_triton import E2M1_MAX, FLOAT_MAX, e2m1_to_float, e4m3_to_float
-from halfbyte.nvfp4.kernels.dither_triton import keys, threshold
+from halfbyte.nvfp4.kernels.codec_triton import E2M1_OFFSET, FLOAT_MAX, e2m1_bits_to_float, e4m3_to_float
+from halfbyte.nvfp4.kernels.dither_triton import OFFSET_BITS, keys, offset
 from halfbyte.nvfp4.kernels.words import as_words
 
+BELOW_HALF = tl.constexpr((1 << (OFFSET_BITS.value - 1)) - 1)  # a half, to be completed by a code's last bit
 CODES_PER_WORD = tl.constexpr(8)
-INTEGERS_FROM = tl.constexpr(2.0**23)
-SIGNED_INTEGERS_FROM = tl.constexpr(1.5 * 2.0**23)
-NUM_WARPS = 4
-ROWS = 4
-WORDS = 32 * NUM_WARPS
+MAGNITUDE = tl.constexpr(7 << OFFSET_BITS.value)  # the place's integer part
+LARGEST_PLACE = tl.constexpr(0x41700000)  # the bits of 8 + 7
+NUM_WARPS = 2
+ROWS = 32
+WORDS = 32
+RANK_STEP = 16
 
 
 @triton.jit
-def signed_position(v):
-    """Place on the line of codes, -7 to 7."""
-    magnitude = tl.minimum(tl.abs(v), E2M1_MAX)
-    place = tl.minimum(tl.minimum(magnitude * 2, magnitude + 2), tl.fma(magnitude, 0.5, 4.0))
-    sign = v.to(tl.int32, bitcast=True) & -2147483648
-    return (place.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+def place_bits(v):
+    """Place of |v| on the line of codes: the low 23 bits, in units of 2^-OFFSET_BITS; 6 and beyond at 7."""
+    magnitude = tl.abs(v)
+    low = tl.fma(magnitude, 2.0, 8.0).to(tl.int32, bitcast=True)
+    middle = (magnitude + 10.0).to(tl.int32, bitcast=True)
+    high = tl.fma(magnitude, 0.5, 12.0).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.minimum(low, middle), tl.minimum(high, LARGEST_PLACE))
 
 
 @triton.jit
-def round_place(place, row_key, column_key, DITHER: tl.constexpr):
-    """The integer that a place becomes."""
+def moved_code(base, change, row_key, column_key, DITHER: tl.constexpr):
+    """New code, in the top four bits of an int32 (the rest means nothing).
+
+    base    int32 with the old code in the top four bits.
+    change  fp32, in units of the block's step.
+    """
+    moved = tl.fma(e2m1_bits_to_float(base), E2M1_OFFSET, change)
+    place = place_bits(moved)
     if DITHER:
-        lower = tl.floor(place)
-        return lower + tl.where(place - lower > threshold(row_key, column_key), 1.0, 0.0)
+        place += offset(row_key, column_key)
     else:
-        return (place + SIGNED_INTEGERS_FROM) - SIGNED_INTEGERS_FROM
-
-
-@triton.jit
-def code_of(rounded, base):
-    """int32 code of an integer place; a zero keeps the base's sign, its top bit."""
-    magnitude = (tl.abs(rounded) + INTEGERS_FROM).to(tl.int32, bitcast=True) & 7
-    sign = (tl.where(magnitude == 0, base, rounded.to(tl.int32, bitcast=True)) >> 28) & 8
-    return magnitude | sign
+        place += ((place >> OFFSET_BITS) & 1) + BELOW_HALF
+    sign = tl.where((place & MAGNITUDE) == 0, base, moved.to(tl.int32, bitcast=True))
+    return ((place << (28 - OFFSET_BITS)) & 0x7FFFFFFF) | (sign & -2147483648)
 
 
 @triton.jit
@@ -73,66 +72,61 @@ def snap_kernel(
     words_ptr,
     scale_ptr,
     global_scale_ptr,
-    down_ptr,  # fp64 [r, 8, K/8]
-    up_ptr,  # [N, r]
+    down_ptr,  # fp64 [RANK, 8, K/8]
+    up_ptr,  # fp64 [N, RANK]
     row_keys_ptr,  # int32 [N]
     column_keys_ptr,  # int32 [8, K/8]
     out_ptr,
-    scaling_high,
-    scaling_middle,
-    scaling_low,
     n,
     words_per_row,
-    r,
     DITHER: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
+    RANK: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """One program: R rows of W words."""
     row = tl.program_id(1) * R + tl.arange(0, R)
-    word = tl.multiple_of(tl.program_id(0) * W + tl.arange(0, W), 1)
+    word = tl.program_id(0) * W + tl.arange(0, W)
     inside_row, inside_word = row < n, word < words_per_row
-    part = tl.arange(0, CODES_PER_WORD)[:, None, None]
-    down_place = part * words_per_row + word[None, None, :]  # [8, 1, W]
-    inside_down = inside_word[None, None, :]
-
-    delta = tl.zeros((CODES_PER_WORD, R, W), tl.float64)
-    for j in range(r):
-        down = tl.load(down_ptr + down_place, mask=inside_down, other=0.0)
-        up = tl.load(up_ptr + row.to(tl.int64) * r + j, mask=inside_row, other=0.0).to(tl.float64)
-        delta = tl.fma(up[None, :, None], down, delta)
-        down_ptr += CODES_PER_WORD * words_per_row
-    scaling = tl.full([], 0.0, tl.float64) + scaling_high + scaling_middle + scaling_low
-    change = (delta * scaling).to(tl.float32)
-
-    place = row[:, None].to(tl.int64) * words_per_row + word[None, :]  # [R, W]
     inside = inside_row[:, None] & inside_word[None, :]
+    place = row[:, None].to(tl.int64) * words_per_row + word[None, :]
     words = tl.load(words_ptr + place, mask=inside, other=0)
-    scale_byte = tl.load(scale_ptr + place // 2, mask=inside, other=0)
-    base = words[None, :, :] << (28 - 4 * part)  # each part's code in the top four bits
-    inverse = step_inv(scale_byte, tl.load(global_scale_ptr))[None, :, :]
-    moved = signed_position(e2m1_to_float(base) + change * inverse)
-    if DITHER:
-        row_key = tl.load(row_keys_ptr + row, mask=inside_row, other=0)[None, :, None]
-        column_key = tl.load(column_keys_ptr + down_place, mask=inside_down, other=0)
-        rounded = round_place(moved, row_key, column_key, True)
-    else:
-        rounded = round_place(moved, 0, 0, False)
-    new_words = tl.sum(code_of(rounded, base) << (4 * part), axis=0)
-    tl.store(out_ptr + place, new_words, mask=inside)
+    inverse = step_inv(tl.load(scale_ptr + place // 2, mask=inside, other=0), tl.load(global_scale_ptr))
+    row_key = tl.load(row_keys_ptr + row, mask=inside_row & DITHER, other=0)[:, None]
+    j = tl.arange(0, STEP)
+    up_ptr += row[:, None].to(tl.int64) * RANK + j[None, :]
+    down_ptr += j[:, None] * (CODES_PER_WORD * words_per_row) + word[None, :]
+    new_words = tl.zeros((R, W), tl.uint32)
+    for i in range(CODES_PER_WORD):  # not unrolled: the parts' sums would all be held at once
+        part = CODES_PER_WORD - 1 - i
+        change = tl.zeros((R, W), tl.float64)
+        for first in tl.static_range(0, RANK, STEP):
+            up = tl.load(up_ptr + first, mask=inside_row[:, None], other=0.0)
+            down_place = (part + first * CODES_PER_WORD) * words_per_row
+            down = tl.load(down_ptr + down_place, mask=inside_word[None, :], other=0.0)
+            change = tl.dot(up, down, change, out_dtype=tl.float64)
+        column_key = tl.load(column_keys_ptr + part * words_per_row + word, mask=inside_word & DITHER, other=0)[None, :]
+        base = words << (28 - 4 * part)
+        code = moved_code(base, change.to(tl.float32) * inverse, row_key, column_key, DITHER)
+        new_words = (new_words << 4) | (code.to(tl.uint32, bitcast=True) >> 28)
+    tl.store(out_ptr + place, new_words.to(tl.int32, bitcast=True), mask=inside)
 
 
-def three_floats(value: float) -> tuple[float, float, float]:
-    """Three fp32 numbers whose sum is the fp64 value: a kernel's float argument arrives as fp32."""
-    high = ctypes.c_float(value).value
-    middle = ctypes.c_float(value - high).value
-    return high, middle, value - high - middle
-
-
-def by_part(down: Tensor) -> Tensor:
-    """[r, K] -> fp64 [r, 8, K/8]: column 8w + c at [c, w]."""
+def by_part(down: Tensor, rank: int) -> Tensor:
+    """[r, K] -> fp64 [rank, 8, K/8]: column 8w + c at [c, w]; zeros beyond r."""
     r, k = down.shape
-    return down.detach().view(r, k // 8, 8).transpose(1, 2).to(torch.float64, memory_format=torch.contiguous_format)
+    out = torch.zeros(rank, 8, k // 8, dtype=torch.float64, device=down.device)
+    out[:r] = down.detach().view(r, k // 8, 8).transpose(1, 2)
+    return out
+
+
+def scaled(up: Tensor, scaling: float, rank: int) -> Tensor:
+    """[N, r] -> fp64 [N, rank], times scaling; zeros beyond r."""
+    n, r = up.shape
+    out = torch.zeros(n, rank, dtype=torch.float64, device=up.device)
+    out[:, :r] = up.detach()
+    return out.mul_(scaling)
 
 
 def snap_low_rank_into(
@@ -155,6 +149,7 @@ def snap_low_rank_into(
     if n == 0:
         return out
     words_per_row = k // CODES_PER_WORD.value
+    rank = triton.cdiv(max(1, down.shape[0]), RANK_STEP) * RANK_STEP
     row_keys = column_keys = out  # not read
     if dither_keys is not None:
         row_keys, column_keys = keys(*dither_keys, n, k, out.device, stride=CODES_PER_WORD.value)
@@ -163,19 +158,20 @@ def snap_low_rank_into(
         as_words(qdata),
         scale.contiguous(),
         global_scale,
-        by_part(down),
-        up.detach().contiguous(),
+        by_part(down, rank),
+        scaled(up, scaling, rank),
         row_keys,
         column_keys,
         out.view(torch.int32),
-        *three_floats(scaling),
         n,
         words_per_row,
-        down.shape[0],
         DITHER=dither_keys is not None,
         R=ROWS,
         W=WORDS,
+        RANK=rank,
+        STEP=RANK_STEP,
         num_warps=NUM_WARPS,
+        num_stages=1,
         enable_fp_fusion=False,
     )
     return out
