@@ -1,4 +1,5 @@
-"""Imports inside the package only look left: numerics < {optim, nvfp4} < lora < parallel < checkpoint < train < cli.
+"""Imports inside the package only look left: numerics < {optim, nvfp4} < lora < parallel < checkpoint < train < report
+< cli.
 
 `optim` and `nvfp4` never meet: the base is frozen, so an optimizer only ever sees ordinary tensors.
 """
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "halfbyte"
-RANK = {"numerics": 0, "optim": 1, "nvfp4": 1, "lora": 2, "parallel": 3, "checkpoint": 4, "train": 5, "cli": 6}
+RANK = {"numerics": 0, "optim": 1, "nvfp4": 1, "lora": 2, "parallel": 3, "checkpoint": 4, "train": 5, "report": 6, "cli": 7}
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE]
 
 
