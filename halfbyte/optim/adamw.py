@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from halfbyte.optim.checks import check_grad, check_options, check_param
+from halfbyte.optim.checks import check_block_size, check_grad, check_options, check_param
 from halfbyte.optim.formats import FORMATS, StateFormat
 from halfbyte.optim.hyper import Hyper
 from halfbyte.optim.kernels.step import step as fused_step
@@ -242,6 +242,7 @@ class AdamW(Optimizer):
             fresh = new_state(local_tensor(param), fmt, amsgrad=group["amsgrad"])
             state.update(to_host(fresh) if group["offload_states"] else fresh)
         elif "exp_avg_scale" in state and not self._is_in_memory_form(param, state, group):
+            check_block_size(local_tensor(param), state, self._format(group["block_size"]))
             # ZeroRedundancyOptimizer puts a state dict's entries into `state` itself, and `step` on the CPU
             state.update(load_state(param, dict(state), self._format(group["block_size"]), group, set()))
         if state["step"].device != local_tensor(param).device:

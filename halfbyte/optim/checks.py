@@ -1,6 +1,8 @@
 """What an optimizer refuses, in a sentence each."""
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,9 +17,11 @@ def check_options(group: dict[str, Any]) -> None:
         value = group[name]
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"{name} is a tensor of shape {list(value.shape)}, but must hold one value.")
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}, but must be >= 0.")
-    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+        if not is_number(value) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}, but must be a finite number >= 0.")
+    betas = group["betas"]
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas is {group['betas']}, but must be two numbers in [0, 1), e.g. (0.9, 0.999).")
     least = group["min_quant_numel"]
     if isinstance(least, bool) or not isinstance(least, int) or least < 0:
@@ -26,6 +30,25 @@ def check_options(group: dict[str, Any]) -> None:
         raise ValueError("differentiable=True is not supported: a quantized state has no gradient. Use torch.optim.")
     if not isinstance(group["seed"], int):
         raise ValueError(f"seed is {group['seed']!r}, but must be an integer.")
+
+
+def is_number(value: Any) -> bool:
+    """A number, or a tensor that holds one; True and False are none."""
+    return isinstance(value, Real | Tensor) and not isinstance(value, bool)
+
+
+def check_block_size(param: Tensor, state: dict[str, Tensor], fmt: StateFormat) -> None:
+    """Raises ValueError when the param group's block_size is no longer the one that a state was made with.
+
+    state   in the form that the step works on: flat codes.
+    """
+    numel, num_blocks = param.numel(), state["exp_avg_scale"].numel()
+    if state["exp_avg"].dim() == 1 and state["exp_avg"].numel() == fmt.num_bytes(numel):
+        raise ValueError(
+            f"block_size is {fmt.block_size}, but the state of a parameter of shape {list(param.shape)} has "
+            f"{num_blocks} scales, not {fmt.num_blocks(numel)}: it was made with another. Set the old one again; to "
+            "change it, make a new optimizer and load this one's state_dict, which converts."
+        )
 
 
 def check_param(param: Tensor) -> None:

@@ -1,5 +1,6 @@
 """What an optimizer refuses: options, parameters, gradients and states."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,12 +21,39 @@ from tests.optim.training import params_of, train
         ({"min_quant_numel": -1}, "min_quant_numel"),
         ({"differentiable": True}, "differentiable"),
         ({"lr": float("nan")}, "lr"),
+        ({"lr": float("inf")}, "lr is inf, but must be a finite number"),
+        ({"lr": torch.tensor(float("inf"))}, "lr"),
+        ({"lr": "a"}, "lr is 'a', but must be a finite number"),
+        ({"lr": True}, "lr"),
+        ({"eps": None}, "eps"),
+        ({"betas": 0.9}, "betas is 0.9, but must be two numbers"),
+        ({"betas": ("a", 0.9)}, "betas"),
     ],
 )
 @pytest.mark.parametrize("cls", [AdamW8bit, Adam8bit])
 def test_wrong_options_are_refused(cls: type, options: dict, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         cls(params_of(), **options)
+
+
+@pytest.mark.parametrize("options", [{"lr": np.float32(1e-3)}, {"betas": [0.9, torch.tensor(0.99)]}, {"lr": 1}])
+def test_numbers_of_other_kinds_are_taken(options: dict) -> None:
+    train(AdamW8bit(params := params_of(), **options), params, 1)
+
+
+def test_block_size_cannot_change_under_a_state() -> None:
+    """In a new optimizer it can: loading converts."""
+    params = params_of([(64, 128)])
+    optimizer = AdamW8bit(params)
+    train(optimizer, params, 1)
+    optimizer.param_groups[0]["block_size"] = 128
+    with pytest.raises(ValueError, match=r"block_size is 128, but the state .* has 32 scales, not 64.*Set the old one"):
+        train(optimizer, params, 1)
+    optimizer.param_groups[0]["block_size"] = 256
+    train(optimizer, params, 1)
+    other = AdamW8bit(params, block_size=128)
+    other.load_state_dict(optimizer.state_dict())
+    train(other, params, 1)
 
 
 def test_unknown_option_is_refused() -> None:
