@@ -10,6 +10,7 @@ import torch
 
 from halfbyte.checkpoint.detect import detect, read_config
 from halfbyte.checkpoint.hub import local_folder
+from halfbyte.checkpoint.load import load_model
 from halfbyte.nvfp4.linear import NVFP4Linear
 from halfbyte.parallel.agree import world_size
 from halfbyte.parallel.deepspeed import check_config, read_deepspeed_config
@@ -50,13 +51,11 @@ def check_deepspeed(path: str, device: torch.device) -> None:
         )
 
 
-def check_tensor_parallel(model: Any, degree: int) -> None:
-    """ValueError for a model, or a number of processes, that cannot be cut into `degree` parts.
-
-    model   on the meta device.
-    """
+def check_tensor_parallel(folder: Path, degree: int) -> None:
+    """ValueError for a model, or a number of processes, that cannot be cut into `degree` parts."""
     if degree > 1:
         check_degree(degree, world_size())
+        model = load_model(folder, device="meta")
         check_plan(model, plan_of(model), degree)
 
 

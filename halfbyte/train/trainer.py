@@ -133,7 +133,7 @@ def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
     preflight.check_sequence_len(folder, config.sequence_len)
     skeleton = Skeleton.from_folder(folder).model
     preflight.check_targets(skeleton, config)
-    preflight.check_tensor_parallel(skeleton, config.tensor_parallel_size)
+    preflight.check_tensor_parallel(folder, config.tensor_parallel_size)
     tokenizer = preflight.load_tokenizer(folder)
     data = load_data(config, tokenizer)
     if rank() == 0:  # one rank: another's test file would make the folder look used
@@ -348,14 +348,22 @@ class Trainer(SFTTrainer):
         """The batch's loss, scaled so that the evaluation's mean over examples is the mean over tokens.
 
         Trainer averages batch means, which weighs a token in a short example more, and changes with the batch size.
+        Examples that fill up the last batch of all ranks do not count.
         """
         inputs = self._prepare_inputs(inputs)
-        examples = inputs["input_ids"].shape[0] * (
-            self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        )
+        own = self.own_examples(len(inputs["labels"]))
+        inputs["labels"][own:] = IGNORED
+        copies = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs, num_items_in_batch=torch.tensor(examples))
+            loss = self.compute_loss(model, inputs, num_items_in_batch=torch.tensor(max(own, 1) * copies))
         return loss.detach() / self._tokens_per_example, None, None
+
+    def own_examples(self, size: int) -> int:
+        """How many of this rank's batch are not repeated from the start, as happens in the last batch of all ranks."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return size
+        return min(max(state.remainder - self.accelerator.process_index * self.args.eval_batch_size, 0), size)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds tokens per second (of training steps alone) and peak memory to the lines with a training loss."""

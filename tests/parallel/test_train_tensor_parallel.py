@@ -2,9 +2,18 @@
 
 Ranks of a tensor group see one batch, groups different ones, so a run takes the same examples per step on one process,
 on two ranks that cut the model, and on 2 x 2. Only the order of fp32 sums differs; AdamW's eps is 1e-5 for the reason
-that tests/parallel/test_tensor_parallel.py gives.
+that tests/parallel/test_tensor_parallel.py gives. Dropout is on where the ranks share all batches: they draw the masks
+of one process.
 """
 
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +22,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from halfbyte.checkpoint import resume
+from halfbyte.checkpoint.load import load_model
+from halfbyte.lora.adapter_files import load_adapter
 from halfbyte.train.callbacks import METRICS, read_metrics
-from halfbyte.train.config import build_config
+from halfbyte.train.config import build_config, load_config
+from halfbyte.train.data import load_data
 from halfbyte.train.trainer import train
 from tests.dist import run
 from tests.parallel.training import error
 from tests.train import tiny
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "llama-tp2.yaml"
 EXAMPLES_PER_STEP = 4
 
 
@@ -39,6 +53,7 @@ def settings(tmp_path_factory) -> dict[str, Any]:
         "adam_epsilon": 1e-5,
         "max_grad_norm": 0.5,
         "lora_r": 4,
+        "lora_dropout": 0.1,
         "lora_modules_to_save": ["lm_head"],
         "save_steps": 3,
         "device": "cpu",
@@ -48,13 +63,21 @@ def settings(tmp_path_factory) -> dict[str, Any]:
 def train_rank(settings: dict[str, Any], output_dir: str, degree: int, changes: dict[str, Any] | None = None) -> str:
     """One run on this rank; returns the error, if it was refused."""
     copies = dist.get_world_size() // degree if dist.is_initialized() else 1
-    accumulate = EXAMPLES_PER_STEP // settings["micro_batch_size"] // copies
+    accumulate = EXAMPLES_PER_STEP // settings["micro_batch_size"] // max(copies, 1)
     values = {**settings, "output_dir": output_dir, "gradient_accumulation_steps": accumulate}
     try:
         train(build_config(values | {"tensor_parallel_size": degree} | (changes or {})))
     except (ValueError, RuntimeError) as refused:
         return str(refused)
     return ""
+
+
+def alone_on_one_thread(settings: dict[str, Any], folder: Path, changes: dict[str, Any] | None = None) -> Path:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert train_rank(settings, str(folder), 1, changes) == ""
+    torch.set_num_threads(threads)
+    return folder
 
 
 def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -67,12 +90,7 @@ def metrics(output_dir: Path, key: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone(settings, tmp_path_factory) -> Path:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("runs") / "alone"
-    assert train_rank(settings, str(folder), 1) == ""
-    torch.set_num_threads(threads)
-    return folder
+    return alone_on_one_thread(settings, tmp_path_factory.mktemp("runs") / "alone")
 
 
 @pytest.fixture(scope="module")
@@ -89,4 +107,127 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 
 def test_two_ranks_equal_one(alone, on_two) -> None:
+    """Losses, held-out losses, clipped norms, tokens, and the adapter that PEFT's files hold."""
     assert_same_run(on_two, alone)
+    configs = [json.loads((folder / "adapter" / "adapter_config.json").read_text()) for folder in (alone, on_two)]
+    assert configs[0]["halfbyte"] == configs[1]["halfbyte"]
+
+
+def test_the_adapter_loads_on_one_process_with_the_same_loss(on_two, settings) -> None:
+    """As anybody would load it; the loss over all held-out tokens, which the run has logged at its end."""
+    model = load_adapter(load_model(settings["base_model"], dtype=torch.float32), on_two / "adapter")
+    data = load_data(build_config({**settings, "output_dir": "unused"}), tiny.tokenizer())
+    total, count = 0.0, 0
+    for row in data.held_out:
+        ids, labels = (torch.tensor(row[key])[None] for key in ("input_ids", "labels"))
+        tokens = int((labels[:, 1:] != -100).sum())
+        total, count = total + model(input_ids=ids, labels=labels).loss.item() * tokens, count + tokens
+    assert total / count == pytest.approx(metrics(on_two, "eval_loss")[-1], rel=1e-5)
+
+
+def test_resumed_is_the_same_run_bit_for_bit(on_two, settings, tmp_path) -> None:
+    out = tmp_path / "out"
+    changes = {"resume_from_checkpoint": str(on_two / "checkpoint-3")}
+    assert run(2, train_rank, settings, str(out), 2, changes) == ["", ""]
+    assert_same_bits(out / "checkpoint-6", on_two / "checkpoint-6")
+    assert metrics(out, "loss") == metrics(on_two, "loss")[3:]
+
+
+def assert_same_bits(found: Path, expected: Path) -> None:
+    """Adapter, and the optimizer's states of both ranks."""
+    left, right = adapter_of(found), adapter_of(expected)
+    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    for name in ("optimizer-0-of-2.pt", "optimizer-1-of-2.pt"):
+        states = [torch.load(folder / name)["state"] for folder in (found, expected)]
+        for i, state in states[1].items():
+            assert all(torch.equal(states[0][i][key], value) for key, value in state.items())
+
+
+def test_two_by_two_equals_one(settings, tmp_path) -> None:
+    """Without dropout, whose masks the two copies would draw for other rows."""
+    changes = {"lora_dropout": 0.0, "optimizer": "adamw8bit", "save_steps": None}
+    alone = alone_on_one_thread(settings, tmp_path / "alone", changes)
+    assert run(4, train_rank, settings, str(tmp_path / "four"), 2, changes) == [""] * 4
+    for key in ("loss", "eval_loss", "grad_norm", "num_tokens"):
+        assert metrics(tmp_path / "four", key) == pytest.approx(metrics(alone, key), rel=2e-4), key
+
+
+def test_merge_aware_records_what_it_trained(settings, tmp_path) -> None:
+    changes = {"merge_aware": True, "save_steps": None, "max_steps": 3}
+    alone = alone_on_one_thread(settings, tmp_path / "alone", changes)
+    assert run(2, train_rank, settings, str(tmp_path / "two"), 2, changes) == ["", ""]
+    assert metrics(tmp_path / "two", "loss") == pytest.approx(metrics(alone, "loss"), rel=1e-3)
+    found, expected = (
+        json.loads((folder / "adapter" / "adapter_config.json").read_text())["halfbyte"]
+        for folder in (tmp_path / "two", alone)
+    )
+    assert found["mode"] == "merge-aware" and len(found["merged_digest"]) == 64
+    assert found["base_digest"] == expected["base_digest"] and found["quantizer"] == expected["quantizer"]
+
+
+def without_weights(base: Path, folder: Path) -> Path:
+    """The base with nothing behind the header of its weights."""
+    bare = shutil.copytree(base, folder / "bare")
+    whole = (base / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    (bare / "model.safetensors").write_bytes(whole[:header] + bytes(len(whole) - header))
+    return bare
+
+
+def test_refused_before_any_weight_is_loaded(on_two, settings, tmp_path) -> None:
+    """The base's weights are overwritten with zeros here; a file that is short is refused when it is opened."""
+    out, changes = str(tmp_path / "out"), {"base_model": str(without_weights(Path(settings["base_model"]), tmp_path))}
+    zero, one = run(2, train_rank, settings, out, 4, changes | {"gradient_accumulation_steps": 1})
+    assert zero == one and "degree is 4, but the launch has 2 processes" in zero
+    zero, *_ = run(4, train_rank, settings, out, 4, changes)
+    assert "num_key_value_heads is 2, expected a multiple of the 4 ranks" in zero
+
+
+def test_another_degree_does_not_continue_a_run(on_two, settings, tmp_path) -> None:
+    changes = {"resume_from_checkpoint": str(on_two / "checkpoint-3")}
+    text = train_rank(settings, str(tmp_path / "out"), 1, changes)
+    assert "was written with tensor_parallel_size 2, this run has unset" in text
+
+
+def torchrun(*arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "halfbyte"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [*command, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def workers_of(launcher: subprocess.Popen) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # gone since
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            found += [int(path.parent.name)] if int(parent) == launcher.pid else []
+    return found
+
+
+def train_example(overrides: list[str], output_dir: str) -> None:
+    train(load_config(EXAMPLE, [*overrides, f"output_dir={output_dir}"]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the workers in /proc")
+def test_the_example_is_killed_and_resumed_by_the_same_command(settings, tmp_path) -> None:
+    """A worker is killed after the first checkpoint; the second launch ends with the bits of a run left alone."""
+    out = tmp_path / "killed"
+    overrides = [f"base_model={settings['base_model']}", f"datasets.0.path={settings['datasets'][0]}"]
+    overrides += ["val_set_size=4", "sequence_len=128", "gradient_accumulation_steps=2", "save_steps=2"]
+    overrides += ["max_steps=16", "save_total_limit=null", "device=cpu"]
+    command = ["train", str(EXAMPLE), *overrides, f"output_dir={out}"]
+    launcher = torchrun(*command)
+    while not resume.complete_checkpoints(out) and launcher.poll() is None:
+        time.sleep(0.05)
+    for pid in workers_of(launcher)[:1]:
+        os.kill(pid, signal.SIGKILL)
+    text, _ = launcher.communicate()
+    assert launcher.returncode != 0 and not (out / "adapter").exists(), text[-3000:]
+    again = torchrun(*command)
+    text, _ = again.communicate()
+    assert again.returncode == 0, text[-3000:]
+    run(2, train_example, overrides, str(tmp_path / "whole"))
+    assert_same_bits(out / "checkpoint-16", tmp_path / "whole" / "checkpoint-16")
+    assert metrics(out, "loss") == metrics(tmp_path / "whole", "loss")
