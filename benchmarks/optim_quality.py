@@ -62,6 +62,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=Path, help="file that keeps the tokens from one call to the next")
     parser.add_argument("--check-torchao", action="store_true", help="compare with torchao's own steps first")
     parser.add_argument("--report", type=Path, nargs="*", help="train nothing: table and picture of these JSON lines")
+    parser.add_argument("--sweep", type=Path, nargs="*", default=[], help="JSON lines whose losses the report lists")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--stem", default=f"{time.strftime('%Y-%m-%d')}-optim-quality", help="name of the result files")
     parser.add_argument("--commit", default=git_commit(), help="named in the report")
@@ -114,7 +115,7 @@ def main() -> None:
     if args.report:
         notes, runs = read(args.report)
         plot(runs, args.out / f"{args.stem}.png")
-        (args.out / f"{args.stem}.md").write_text(report(notes, runs, f"{args.stem}.png"))
+        (args.out / f"{args.stem}.md").write_text(report(notes, runs, f"{args.stem}.png", read(args.sweep)[1]))
         return
     settings = PRESETS[args.preset]
     settings = replace(settings, seeds=tuple(args.seeds or settings.seeds), num_steps=args.steps or settings.num_steps)
