@@ -211,8 +211,13 @@ def differences(metadata: AdapterMetadata, present: Mapping[str, Target]) -> lis
 
 def check(metadata: AdapterMetadata, model: nn.Module) -> None:
     """ValueError naming what differs, when the model is not the base that the adapter was trained on."""
+    check_targets(metadata, present_targets(metadata, model))
+
+
+def present_targets(metadata: AdapterMetadata, model: nn.Module) -> dict[str, Target]:
+    """The layers of a model that the adapter recorded, as they are there."""
     layers = base_layers(model)
-    check_targets(metadata, {name: target_of(layers[name]) for name in metadata.targets if name in layers})
+    return {name: target_of(layers[name]) for name in metadata.targets if name in layers}
 
 
 def check_targets(metadata: AdapterMetadata, present: Mapping[str, Target]) -> None:
