@@ -1,5 +1,6 @@
 """What a merge did, layer by layer, and the verdict on it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,12 @@ class MergeReport:
     def retained(self) -> Retention:
         """Over all layers, each weighing by its change."""
         return total(layer.retention for layer in self.layers)
+
+    def worst(self, count: int) -> list[MergedLayer]:
+        """The layers that kept least of their change, in the model's order; NaN counts as least."""
+        kept = {layer.name: layer.retention.kept for layer in self.layers}
+        least = sorted(kept, key=lambda name: (not math.isnan(kept[name]), kept[name]))[:count]
+        return [layer for layer in self.layers if layer.name in least]
 
 
 class AdapterLost(ValueError):

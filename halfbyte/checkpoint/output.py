@@ -68,6 +68,18 @@ def only_writer(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
+def write_text(path: Path, text: str, *, append: bool = False) -> None:
+    """Write a small file, or append to it. An OSError names it, which Python's own, of a full disk, does not."""
+    try:
+        with path.open("a" if append else "w") as file:
+            file.write(text)
+    except OSError as error:
+        why = error.strerror
+        if error.errno in DISK_FULL:
+            why = f"the disk is full ({shutil.disk_usage(path.parent).free / 1e9:.2f} GB free)"
+        raise _os_error(error, f"{path}: cannot be written: {why}. Make room, or choose another folder.") from error
+
+
 def check_free(out: Path) -> None:
     """FileExistsError unless `out` is absent or an empty folder."""
     if out.is_dir() and not any(out.iterdir()):

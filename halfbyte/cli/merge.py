@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from halfbyte.checkpoint.merge_report import Check, MergeReport
 
 BATCH = 8  # examples per forward pass of the evaluation
+WORST = 5  # layers shown without --verbose
 
 
 def merge(
@@ -38,6 +39,7 @@ def merge(
     eval_sequence_len: Annotated[int, typer.Option(min=1, help="Cut examples of --eval to this many tokens.")] = 1024,
     any_base: Annotated[bool, typer.Option("--any-base", help="Merge onto another base than the adapter's.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Largest file, such as 5GB or 300MB.")] = "5GB",
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show every layer, not only the worst.")] = False,
 ) -> None:
     """Write base and adapter as one model, in bf16 or in NVFP4."""
     from halfbyte.checkpoint.merge import merge_checkpoint
@@ -64,19 +66,20 @@ def merge(
                 progress=progress,
             )
     except AdapterLost as error:
-        print_report(error.report, f"merge into {out}, refused")
+        print_report(error.report, f"merge into {out}, refused", verbose=verbose)
         raise
-    print_report(report, f"merged into {out}")
+    print_report(report, f"merged into {out}", verbose=verbose)
 
 
-def print_report(report: "MergeReport", title: str) -> None:
-    """A line per layer, the total, warnings on stderr."""
+def print_report(report: "MergeReport", title: str, *, verbose: bool) -> None:
+    """The layers that kept least, or every layer; the total; warnings on stderr. halfbyte.json records all layers."""
     from rich.console import Console
     from rich.table import Table
 
     settings = report.settings
     table = Table("layer", "as", "change / weight", "kept", "noise", title=title)
-    for layer in report.layers:
+    layers = report.layers if verbose else report.worst(WORST)
+    for layer in layers:
         kept = layer.retention
         numbers = f"{kept.relative_delta:.2%}", f"{kept.kept:.1%}", f"{kept.noise:.2f}"
         table.add_row(layer.name, layer.kind, *numbers)
@@ -87,6 +90,11 @@ def print_report(report: "MergeReport", title: str) -> None:
     )
     console = Console()
     console.print(table)
+    if len(layers) < len(report.layers):
+        console.print(
+            f"the {len(layers)} of {len(report.layers)} layers that kept least; --verbose shows every one",
+            highlight=False,
+        )
     for name in report.replaced:
         console.print(f"replaced whole: {name}", highlight=False)
     if settings.to == "nvfp4":

@@ -6,17 +6,19 @@ merge-aware adapter as merge-aware.
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from halfbyte.lora import metadata
 from halfbyte.lora.merge_aware import make_merge_aware, merge_aware_layers, merged_digest, quantizer_of
-from halfbyte.lora.names import base_name
-from halfbyte.nvfp4.convert import nvfp4_modules
+from halfbyte.lora.names import adapted_layers
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
+
+OVERRIDES = "halfbyte_overrides"  # attribute of a PeftModel whose adapter was attached against its record
 
 
 def describe_adapter(model: nn.Module, *, start_step: int = 0) -> metadata.AdapterMetadata:
@@ -25,7 +27,7 @@ def describe_adapter(model: nn.Module, *, start_step: int = 0) -> metadata.Adapt
 
     start_step  the optimizer step from which on training was merge-aware.
     """
-    targets = [base_name(fqn) for fqn in nvfp4_modules(model) if fqn.endswith(".base_layer")]
+    targets = adapted_layers(model)
     if not merge_aware_layers(model):
         return metadata.describe(model, targets)
     described = metadata.describe(
@@ -35,9 +37,18 @@ def describe_adapter(model: nn.Module, *, start_step: int = 0) -> metadata.Adapt
 
 
 def save_adapter(peft_model: "PeftModel", folder: str | os.PathLike[str], *, start_step: int = 0) -> None:
-    """PEFT's files, with the metadata in adapter_config.json. The adapter "default" lies in the folder itself."""
+    """PEFT's files, with the metadata in adapter_config.json. The adapter "default" lies in the folder itself.
+
+    What `load_adapter(any_base=True)` overrode for this model is written too.
+    """
     peft_model.save_pretrained(str(folder))
-    metadata.write(folder, describe_adapter(peft_model, start_step=start_step))
+    described = describe_adapter(peft_model, start_step=start_step)
+    metadata.write(folder, dataclasses.replace(described, overrides=overrides_of(peft_model)))
+
+
+def overrides_of(model: nn.Module) -> tuple[str, ...]:
+    """What was overridden, on purpose, when the model's adapter was attached; a line each."""
+    return getattr(model, OVERRIDES, ())
 
 
 def load_adapter(
@@ -51,16 +62,25 @@ def load_adapter(
     """Attach a saved adapter to its base; a merge-aware one computes with its merged weight again.
 
     model     with NVFP4 layers, e.g. from `halfbyte.load_model`.
-    any_base  attach although the base is another than the one it was trained on.
+    any_base  attach although the base is another than the one it was trained on; `save_adapter` records that.
     cache     as in `make_merge_aware`; kwargs go to PEFT (is_trainable=True, adapter_name=...).
     raises    ValueError naming what differs from the base it was trained on; FileNotFoundError for no adapter.
     """
     from peft import PeftModel
 
     recorded = metadata.read(folder)
-    if recorded is not None and not any_base:
-        metadata.check(recorded, model)
-    peft_model = PeftModel.from_pretrained(model, str(folder), **kwargs)
+    overrides = recorded.overrides if recorded is not None else ()
+    if recorded is not None:
+        present = metadata.present_targets(recorded, model)
+        if not any_base:
+            metadata.check_targets(recorded, present)
+        elif found := metadata.differences(recorded, present):
+            overrides += (
+                f"any_base: trained on base {recorded.base_digest[:16]}, attached to another, in which {len(found)} of "
+                f"{len(recorded.targets)} layers differ",
+            )
+    peft_model = PeftModel.from_pretrained(model, str(folder), **{"config": peft_config(folder), **kwargs})
+    setattr(peft_model, OVERRIDES, overrides)
     if recorded is None or recorded.mode != "merge-aware":
         return peft_model
     quantizer = recorded.quantizer
@@ -73,3 +93,12 @@ def load_adapter(
         cache=cache,
     )
     return peft_model
+
+
+def peft_config(folder: str | os.PathLike[str]) -> "PeftConfig":
+    """PEFT's own part of adapter_config.json. Given to `from_pretrained`, it does not warn of our key."""
+    from peft import PeftConfig
+
+    content = PeftConfig.from_json_file(str(Path(folder) / metadata.CONFIG_NAME))
+    content.pop(metadata.KEY, None)
+    return PeftConfig.from_peft_type(**content)

@@ -23,6 +23,11 @@ def base_name(fqn: str) -> str:
     return ".".join(part for part in fqn.split(".") if part not in INNER)
 
 
+def adapted_layers(model: nn.Module) -> list[str]:
+    """Names, in the base model, of the NVFP4 layers that have an adapter over them."""
+    return [base_name(fqn) for fqn in nvfp4_modules(model) if fqn.endswith(".base_layer")]
+
+
 def base_layers(model: nn.Module) -> dict[str, NVFP4Linear]:
     """NVFP4 layers of a model, wrapped or not, by their names in the base model."""
     return {base_name(fqn): module for fqn, module in nvfp4_modules(model).items()}

@@ -149,7 +149,13 @@ def largest_magnitude(weight: Tensor, name: str = "weight") -> Tensor:
 
 def check_global_scale(global_scale: Tensor, device: torch.device, name: str) -> Tensor:
     """The scale as fp32 [] on the device; ValueError unless it is finite and not too small for reciprocals to be."""
-    scale = torch.as_tensor(global_scale, dtype=torch.float32, device=device).detach().reshape(())
+    scale = torch.as_tensor(global_scale, dtype=torch.float32, device=device).detach()
+    if scale.numel() != 1:
+        raise ValueError(
+            f"{name}: global_scale has shape {list(scale.shape)}, expected one number: NVFP4 has one scale for the "
+            "whole tensor."
+        )
+    scale = scale.reshape(())
     value = scale.item()
     if not SMALLEST <= value < float("inf"):
         raise ValueError(

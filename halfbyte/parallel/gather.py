@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfbyte.lora import metadata
+from halfbyte.lora.adapter_files import overrides_of
 from halfbyte.lora.merge import merge
 from halfbyte.lora.merge_aware import merge_aware_layers, quantizer_of
 from halfbyte.lora.names import base_name
@@ -64,7 +65,7 @@ def save_adapter(model: Any, folder: str | Path, *, start_step: int = 0) -> None
         described = describe_adapter(model, start_step=start_step)
         if described is not None:
             model.save_pretrained(str(folder), state_dict=whole)
-            metadata.write(folder, described)
+            metadata.write(folder, dataclasses.replace(described, overrides=overrides_of(model)))
 
 
 @torch.no_grad()

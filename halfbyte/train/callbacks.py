@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from halfbyte.checkpoint.output import write_text
 from halfbyte.train.files import METRICS, PLOT, read_metrics
 
 __all__ = ["METRICS", "PLOT", "read_metrics"]  # handed on; the rest is below
@@ -48,14 +49,13 @@ class MetricsFile(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             kept = [row for row in read_metrics(self.path) if row["step"] <= state.global_step and state.global_step]
-            self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
             # JSON has no NaN; a number that is none is written as null
             finite = {key: value if math.isfinite(value) else None for key, value in logs.items()}
-            with self.path.open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **finite}) + "\n")
+            write_text(self.path, json.dumps({"step": state.global_step, **finite}) + "\n", append=True)
 
 
 class Diverged(TrainerCallback):

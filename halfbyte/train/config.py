@@ -193,6 +193,18 @@ class TrainConfig(_Strict):
             return []
         return [value] if isinstance(value, str) else value
 
+    def check_start_step(self, max_steps: int) -> None:
+        """ValueError for a merge_aware_start_step that a run of max_steps never reaches.
+
+        It would train plain LoRA and call it merge-aware. 1.0, all of the run, says so itself and is taken.
+        """
+        step = self.merge_aware_start_step
+        if self.merge_aware and isinstance(step, int) and step >= max_steps:
+            raise ValueError(
+                f"merge_aware_start_step is {step}, but the run takes {max_steps} steps, so it would never be "
+                "merge-aware; lower it, or give a share of the run such as 0.5"
+            )
+
     @model_validator(mode="after")
     def _fits_together(self) -> "TrainConfig":
         if self.val_set_size >= 1 and self.val_set_size != int(self.val_set_size):
@@ -204,6 +216,8 @@ class TrainConfig(_Strict):
                 f"merge_aware_start_step is {self.merge_aware_start_step}: a fraction is at most 1.0, and a "
                 "step is written without a point"
             )
+        if self.max_steps:
+            self.check_start_step(self.max_steps)
         if self.val_set_size and self.test_datasets:
             raise ValueError(
                 "val_set_size and test_datasets are both set; held-out data can come from one of them only"

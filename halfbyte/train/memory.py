@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from halfbyte.checkpoint.output import write_text
+
 
 class MemoryByKind(TrainerCallback):
     """Writes the file on rank 0. Not for DeepSpeed, whose gradients and states lie in buffers of its own."""
@@ -25,7 +27,7 @@ class MemoryByKind(TrainerCallback):
         if self._done or not state.is_world_process_zero:
             return
         self._done = True
-        self.path.write_text(json.dumps(bytes_by_kind(kwargs["model"], kwargs["optimizer"]), indent=1))
+        write_text(self.path, json.dumps(bytes_by_kind(kwargs["model"], kwargs["optimizer"]), indent=1))
 
 
 def bytes_by_kind(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from halfbyte.checkpoint.output import write_text
 from halfbyte.train.files import read_lines
 
 
@@ -25,7 +26,7 @@ class Samples(TrainerCallback):
         if not state.is_world_process_zero:
             return
         kept = [row for row in read_lines(self.path) if row.get("step") == 0] if state.global_step else []
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         if not kept and not state.global_step:
             self.answer(args, kwargs["model"], 0)
 
@@ -37,9 +38,8 @@ class Samples(TrainerCallback):
         """Append one line per prompt, answered in the run's dtype."""
         with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
             texts = [answer(model, self.tokenizer, prompt, self.max_new_tokens) for prompt in self.prompts]
-        with self.path.open("a") as file:
-            for prompt, text in zip(self.prompts, texts, strict=True):
-                file.write(json.dumps({"step": step, "prompt": prompt, "answer": text}) + "\n")
+        rows = [{"step": step, "prompt": p, "answer": text} for p, text in zip(self.prompts, texts, strict=True)]
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows), append=True)
 
 
 @torch.no_grad()

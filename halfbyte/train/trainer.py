@@ -22,11 +22,10 @@ from transformers import PrinterCallback
 from trl import SFTTrainer
 
 from halfbyte.checkpoint import resume
-from halfbyte.checkpoint.output import atomic_folder, only_writer
+from halfbyte.checkpoint.output import atomic_folder, only_writer, write_text
 from halfbyte.checkpoint.sidecar import read_record
 from halfbyte.lora import metadata, start_step
-from halfbyte.lora.names import base_name
-from halfbyte.nvfp4.convert import nvfp4_modules
+from halfbyte.lora.names import adapted_layers
 from halfbyte.parallel.agree import together, world_size
 from halfbyte.parallel.gather import describe_adapter as describe_sharded
 from halfbyte.parallel.gather import gather_trainable
@@ -94,11 +93,12 @@ def train_on_this_rank(config: TrainConfig, until_done: ExitStack) -> RunResult:
             check_same_base(checkpoint, described)
 
     trainer = make_trainer(config, model, engine, tokenizer, data, run, described, resuming=checkpoint is not None)
+    config.check_start_step(trainer.planned_steps())
     if trainer.is_world_process_zero():
         resume.clear_staging(output_dir)
-        (output_dir / CONFIG).write_text(dump_config(config))
-        (output_dir / VERSIONS).write_text(json.dumps(versions(), indent=1))
-        (output_dir / BASE).write_text(json.dumps(read_record(folder), indent=1))
+        write_text(output_dir / CONFIG, dump_config(config))
+        write_text(output_dir / VERSIONS, json.dumps(versions(), indent=1))
+        write_text(output_dir / BASE, json.dumps(read_record(folder), indent=1))
     if checkpoint is not None and resume.step_of(checkpoint) >= trainer.planned_steps():
         return finished(checkpoint, output_dir)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -159,8 +159,7 @@ def describe_adapter(model: Any, engine: Engine | None) -> metadata.AdapterMetad
     """
     if engine is not None:
         return describe_sharded(model)
-    names = [base_name(fqn) for fqn in nvfp4_modules(model) if fqn.endswith(".base_layer")]
-    return metadata.describe(model, names)
+    return metadata.describe(model, adapted_layers(model))
 
 
 def check_same_base(checkpoint: Path, described: metadata.AdapterMetadata) -> None:

@@ -4,11 +4,13 @@ import resource
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from halfbyte.checkpoint.output import atomic_folder
+from halfbyte.checkpoint.output import atomic_folder, write_text
 
 
 def listing(folder: Path) -> set[str]:
@@ -68,16 +70,35 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
     assert listing(tmp_path / "out") == {"a"}
 
 
-def test_disk_full(tmp_path: Path) -> None:
+@contextmanager
+def full_disk() -> Iterator[None]:
     """A limit on the file size stands in for a full disk: the same system call fails, with EFBIG for ENOSPC."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with (
-            pytest.raises(OSError, match="disk is full.*Nothing was left behind"),
-            atomic_folder(tmp_path / "out") as folder,
-        ):
-            (folder / "a").write_bytes(b"0" * 2000)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_disk_full(tmp_path: Path) -> None:
+    with (
+        full_disk(),
+        pytest.raises(OSError, match="disk is full.*Nothing was left behind"),
+        atomic_folder(tmp_path / "out") as folder,
+    ):
+        (folder / "a").write_bytes(b"0" * 2000)
     assert listing(tmp_path) == set()
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_small_file_on_a_full_disk_is_named(tmp_path: Path, append: bool) -> None:
+    """Python's own error of a failed write has no name."""
+    write_text(tmp_path / "a", "0" * 900)
+    with full_disk(), pytest.raises(OSError, match=rf"{tmp_path}/a: cannot be written: the disk is full"):
+        write_text(tmp_path / "a", "0" * 2000, append=append)
+    write_text(tmp_path / "b", "one")
+    write_text(tmp_path / "b", "two", append=True)
+    assert (tmp_path / "b").read_text() == "onetwo"
+    with pytest.raises(OSError, match="no/a: cannot be written: No such file"):
+        write_text(tmp_path / "no" / "a", "")

@@ -1,5 +1,6 @@
 """`halfbyte merge` from the command line: the table, the held-out losses, the refusals."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,19 @@ def test_table_and_losses(tmp_path: Path, base: Path, adapter: Path, data: Path,
         float(part.rpartition(" ")[2]) for part in text.partition("held-out loss: ")[2].split("\n")[0].split(",")
     )
     assert with_adapter < before and before - after > 0.85 * (before - with_adapter)
+
+
+def test_only_the_worst_layers_are_shown(tmp_path: Path, base: Path, adapter: Path, capsys: Any) -> None:
+    """And all of them on request, and in the record."""
+    assert run("merge", base, adapter, tmp_path / "a") == 0
+    short = capsys.readouterr().out
+    assert run("merge", base, adapter, tmp_path / "b", "--verbose") == 0
+    whole = capsys.readouterr().out
+    layers = json.loads((tmp_path / "a" / "halfbyte.json").read_text())["layers"]
+    assert whole.count("nvfp4") == len(layers) > 5 == short.count("nvfp4")
+    least = min(layers, key=lambda name: layers[name]["kept"])
+    assert f"{layers[least]['kept']:.1%}" in short
+    assert f"the 5 of {len(layers)} layers that kept least; --verbose" in short and "--verbose" not in whole
 
 
 def test_lost_adapter_is_exit_code_2(tmp_path: Path, base: Path, adapter: Path, capsys: Any) -> None:

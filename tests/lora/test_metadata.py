@@ -1,6 +1,7 @@
 """The `halfbyte` key: PEFT ignores it, another base is an error that names what differs, damage is found."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,29 @@ def test_peft_ignores_the_key(saved: Path) -> None:
     loaded = PeftModel.from_pretrained(nvfp4_mlp(), str(saved))
     assert torch.equal(loaded(X), with_lora(nvfp4_mlp())(X))
     assert LoraConfig.from_pretrained(str(saved)).r == 4
+
+
+def test_loading_does_not_warn_of_the_key(saved: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = load_adapter(nvfp4_mlp(), saved, is_trainable=True)
+    assert torch.equal(loaded(X), with_lora(nvfp4_mlp())(X))
+    assert any(parameter.requires_grad for parameter in loaded.parameters())
+
+
+def test_an_override_is_recorded_on_the_next_save(saved: Path, tmp_path: Path) -> None:
+    """Issue 5: attached to another base on purpose; whoever gets the adapter next can see it, and for good."""
+    other = nvfp4_mlp()
+    other.up.qdata[0] ^= 1
+    loaded = load_adapter(other, saved, any_base=True)
+    save_adapter(loaded, tmp_path / "next")
+    overrides = md.read(tmp_path / "next").overrides
+    digest = md.read(saved).base_digest[:16]
+    assert overrides == (f"any_base: trained on base {digest}, attached to another, in which 1 of 2 layers differ",)
+    save_adapter(load_adapter(other, tmp_path / "next"), tmp_path / "last")
+    assert md.read(tmp_path / "last").overrides == overrides
+    save_adapter(load_adapter(nvfp4_mlp(), saved, any_base=True), tmp_path / "same")
+    assert md.read(tmp_path / "same").overrides == ()
 
 
 def test_other_keys_stay(saved: Path) -> None:

@@ -143,6 +143,13 @@ def test_refused_arguments() -> None:
             quantize(torch.zeros(2, 16), global_scale=torch.tensor(global_scale))
 
 
+def test_one_global_scale_for_the_whole_tensor() -> None:
+    for wrong in (torch.ones(2), torch.ones(2, 1), torch.ones(0)):
+        with pytest.raises(ValueError, match=r"up: global_scale has shape \[.*\], expected one number"):
+            quantize(torch.ones(2, 16), global_scale=wrong, name="up")
+    assert quantize(torch.ones(2, 16), global_scale=torch.ones(1)).global_scale.shape == ()
+
+
 def test_four_over_six_is_never_worse_in_a_block() -> None:
     """Given one global scale with room above it, each block has the smaller of the two errors. arXiv 2512.02010."""
     weight = weight_of("random", torch.float32)

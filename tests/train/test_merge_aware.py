@@ -51,6 +51,16 @@ def test_resuming_with_another_setting_is_refused(uninterrupted, config, tmp_pat
         train(config(tmp_path / "out", **SHORT, resume_from_checkpoint=str(uninterrupted / "checkpoint-1")))
 
 
+def test_a_start_step_that_is_never_reached_is_refused(config, tmp_path) -> None:
+    """Else it trains plain LoRA and calls it merge-aware; by steps when the config is read, by epochs at the start."""
+    with pytest.raises(ValueError, match="merge_aware_start_step is 4, but the run takes 4 steps"):
+        config(tmp_path / "a", **SHORT, merge_aware_start_step=4)
+    epochs = SHORT | {"max_steps": None, "num_epochs": 1}
+    with pytest.raises(ValueError, match="merge_aware_start_step is 9, but the run takes 5 steps"):
+        train(config(tmp_path / "b", **epochs, merge_aware_start_step=9))
+    assert not (tmp_path / "b" / "config.yaml").exists()
+
+
 def test_the_start_step_matters(uninterrupted, config, tmp_path) -> None:
     from_start = train(config(tmp_path / "a", **SHORT)).adapter
     never = train(config(tmp_path / "b", **SHORT, merge_aware_start_step=1.0)).adapter
