@@ -93,7 +93,8 @@ def train_on_this_rank(config: TrainConfig, until_done: ExitStack) -> RunResult:
             check_same_base(checkpoint, described)
 
     trainer = make_trainer(config, model, engine, tokenizer, data, run, described, resuming=checkpoint is not None)
-    config.check_start_step(trainer.planned_steps())
+    if config.merge_aware and not config.max_steps:
+        config.check_start_step(trainer.planned_steps())
     if trainer.is_world_process_zero():
         resume.clear_staging(output_dir)
         write_text(output_dir / CONFIG, dump_config(config))
