@@ -70,6 +70,9 @@ class Shards:
     def read_rows(self, key: str, start: int, stop: int) -> Tensor:
         return self._files[self._name_of(key)].read_rows(key, start, stop)
 
+    def read_columns(self, key: str, start: int, stop: int) -> Tensor:
+        return self._files[self._name_of(key)].read_columns(key, start, stop)
+
     def read_into(self, key: str, offset: int, out: Tensor) -> None:
         """Fill a uint8 tensor with the tensor's bytes from `offset` on."""
         self._files[self._name_of(key)].read_into(key, offset, out)

@@ -110,6 +110,15 @@ class TensorFile:
                 )
             done += count
 
+    def read_columns(self, key: str, start: int, stop: int) -> Tensor:
+        """Columns [start, stop) of a matrix; one read for each row, of these bytes alone."""
+        spec = self.specs[key]
+        (rows, columns), item = spec.shape, spec.dtype.itemsize
+        out = torch.empty(rows, (stop - start) * item, dtype=torch.uint8)
+        for row in range(rows if stop > start else 0):
+            self.read_into(key, (row * columns + start) * item, out[row])
+        return out.view(spec.dtype)
+
     def read_into(self, key: str, offset: int, out: Tensor) -> None:
         """Fill a uint8 tensor with the tensor's bytes from `offset` on."""
         view, size, position, done = out.numpy().data, out.numel(), self._offsets[key] + offset, 0

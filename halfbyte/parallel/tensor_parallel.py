@@ -55,7 +55,7 @@ def tensor_parallel(
     Before the optimizer is made. Parts that are cut already stay as they are: after adding an adapter, call it again.
 
     model    on rank zero of the mesh with its weights; elsewhere with weights (overwritten) or on the meta device. Or
-             with a base from `load_model(..., mesh=mesh)`, of which each rank holds its part.
+             with a base from `halfbyte.checkpoint.load_part`, of which each rank has read its part.
     mesh     one dimension; the ranks that share one copy of the model and see the same batches.
     plan     other than the model's own: names with * for numbers -> colwise, rowwise or colwise_gather_output.
     raises   on every rank the same ValueError naming layer, found and expected, for what cannot be cut.
@@ -114,6 +114,16 @@ def cut_base(base: nn.Linear, style: str, mesh: DeviceMesh, name: str) -> nn.Mod
     whole = base.parts()
     parts = NVFP4Parts(part(whole.qdata, dim, mesh), part(whole.scale, dim, mesh), whole.global_scale)
     return packed_layer(base, parts, bias, style, mesh, name)
+
+
+def empty_part(linear: nn.Module, style: str, mesh: DeviceMesh) -> nn.Module:
+    """This rank's part of a dense linear on the meta device, to be filled from a file."""
+    assert isinstance(linear, nn.Linear)
+    share = [linear.out_features, linear.in_features]
+    share[int(style == ROW)] //= mesh.size()
+    weight = torch.empty(share, dtype=linear.weight.dtype, device="meta")
+    bias = linear.bias if linear.bias is None or style == ROW else weight.new_empty(share[0])
+    return rebuild(DENSE[style], linear, weight, bias, mesh.get_group())
 
 
 def packed_layer(

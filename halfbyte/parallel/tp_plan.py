@@ -91,8 +91,14 @@ def check(model: nn.Module, plan: Plan, degree: int) -> None:
                 f"{name} is {heads}, expected a multiple of the {degree} ranks that share a layer; use a degree that "
                 f"divides it: {divisors(heads)}"
             )
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     for fqn, style in plan.items():
         module = model.get_submodule(fqn)
+        if f"{base_name(fqn)}.weight" in tied:
+            raise ValueError(
+                f"{base_name(fqn)}: found a weight that is tied to the embeddings, which stay whole, expected one of "
+                "its own; take the layer out of the plan"
+            )
         check_layer(base_name(fqn), style, base_of(module), degree)
         check_adapter(base_name(fqn), style, module)
 
@@ -113,6 +119,8 @@ def check_layer(name: str, style: str, base: nn.Linear, degree: int) -> None:
             f"{name}: in_features {size} over {degree} ranks gives {size // degree} columns, expected a multiple of "
             f"{BLOCK_SIZE}: the number of ranks must divide {size // BLOCK_SIZE}"
         )
+    if isinstance(base, NVFP4Linear) and style == GATHERED:
+        raise ValueError(f"{name}: found packed weights, expected dense ones for {style}; plan it as {COLUMN}, or not")
     trained = [part for part, parameter in base.named_parameters(recurse=False) if parameter.requires_grad]
     if trained:
         raise ValueError(
