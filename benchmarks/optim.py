@@ -1,18 +1,22 @@
 """Time a step of our three AdamWs on one GPU beside torch's, torchao's, bitsandbytes' and flashoptim's.
 
     python benchmarks/optim.py --out results.md            # everything that can be imported, about five minutes
+    python benchmarks/optim.py --seconds 140               # what fits; slow peers come last
     python benchmarks/optim.py --peers torch --tune        # also time how a step is cut into programs
 
 First the kernels are compared with the plain CPU step on fresh random inputs; nothing is timed if they disagree. Then,
-in one process and turn by turn: the median device time of a step (events, behind a kernel that keeps the GPU busy while
+one optimizer after the other: the median device time of a step (events, behind a kernel that keeps the GPU busy while
 the host enqueues), the host's time for it, the share of the copy floor (the bytes that must move, at the bandwidth of a
-large copy measured here), and memory allocated on top during a step. First steps are timed in processes of their own
-with empty kernel caches.
+large copy measured here), and memory allocated on top during a step. Each of the other libraries runs in a process of
+its own, so that one that compiles for minutes can be stopped. First steps are timed in processes of their own with
+empty kernel caches.
 """
 
 import argparse
+import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,7 +26,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,6 +74,11 @@ def optimizers(peers: list[str], torchao_names: list[str]) -> Iterator[tuple[str
             yield from _peer(peer, torchao_names)
         except ImportError as error:
             print(f"{peer} is left out: {error}", file=sys.stderr)
+
+
+def maker_of(label: str) -> Callable[[list[nn.Parameter]], Any]:
+    """One constructor; imports its library alone."""
+    return dict(optimizers([peer for peer in PEERS if label.startswith(f"{peer} ")], list(OURS.values())))[label]
 
 
 def _peer(peer: str, torchao_names: list[str]) -> list[tuple[str, Callable[[list[nn.Parameter]], Any]]]:
@@ -219,24 +228,44 @@ def tune(fmt_name: str, shapes: list[tuple[int, ...]], bandwidth: float) -> list
     return rows
 
 
+def run_limited(options: list[str], limit: float) -> tuple[list[str], str]:
+    """This script with other options, empty kernel caches, and all that it starts stopped after `limit` seconds.
+
+    returns  lines of its output, and "" or why there are no more.
+    """
+    if limit < 1:
+        return [], "not run: no time left"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        with open(f"{folder}/out", "w+") as out, open(f"{folder}/err", "w+") as err:
+            process = subprocess.Popen(
+                [sys.executable, __file__, *options],
+                env=os.environ | caches,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+            why = ""
+            try:
+                if process.wait(limit):
+                    err.seek(0)
+                    why = "failed: " + (err.read().strip().splitlines() or ["?"])[-1][:80]
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # and the compilers that it started
+                process.wait()
+                why = f"> {limit:.0f} s"
+            out.seek(0)
+            return out.read().strip().splitlines(), why
+
+
 def first_step_seconds(label: str, limit: float) -> str:
     """A first step over 60 shapes in a process of its own with empty kernel caches, in seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        command = [sys.executable, __file__, "--first-step", label]
-        try:
-            done = subprocess.run(
-                command, env=os.environ | caches, capture_output=True, text=True, timeout=limit, check=True
-            )
-        except subprocess.TimeoutExpired:
-            return f"> {limit:.0f}"
-        except subprocess.CalledProcessError as error:
-            return "failed: " + error.stderr.strip().splitlines()[-1][:60]
-    return done.stdout.strip().splitlines()[-1]
+    lines, why = run_limited(["--first-step", label], limit)
+    return why or lines[-1]
 
 
 def print_first_step(label: str) -> None:
-    make = dict(optimizers(list(PEERS), list(OURS.values())))[label]
+    make = maker_of(label)
     optimizer = make(params_of(many_shapes(), torch.bfloat16))
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -260,46 +289,84 @@ def versions() -> str:
     return f"{torch.cuda.get_device_name()}, Python {platform.python_version()}, " + ", ".join(found)
 
 
-def compare(
-    title: str, shapes: list, dtype: torch.dtype, makers: list[tuple[str, Callable]], bandwidth: float, repeats: int
-) -> str:
-    """A table of all optimizers over one set of parameters."""
-    rows = []
-    for label, make in makers:
-        params = params_of(shapes, dtype)
-        fmt_name = {name: key for key, name in OURS.items()}.get(label.removeprefix("halfbyte "))
-        state_bytes = STATE_BYTES.get(fmt_name or "", float("nan"))
-        if label.startswith("torch "):
-            state_bytes = 2.0 * params[0].element_size()
-        try:
-            took = time_optimizer(make, params, repeats)
-        except Exception as error:  # a peer that fails is a row, not the end of the run
-            rows.append([label, f"failed: {type(error).__name__}: {str(error)[:80]}", "", "", "", ""])
-            continue
-        share = floor_ms(params, state_bytes, bandwidth) / took["device"]
-        rows.append(
-            [label, f"{took['device']:.3f}", "" if share != share else f"{share:.1%}", f"{took['host']:.2f}"]
-            + ["" if took["moved"] != took["moved"] else f"{took['moved']:.2f}", f"{took['extra']:.2f}"]
-        )
-        print(rows[-1], file=sys.stderr, flush=True)
-        torch._dynamo.reset()
-        del params
-        torch.cuda.empty_cache()
-    head = ["AdamW", "device ms", "share of floor", "host ms", "host ms, gradients moved", "MiB on top"]
-    return f"### {title}\n\n" + table(head, rows)
+class Set(NamedTuple):
+    """Parameters to step: shapes, dtype, most repeats, and whether the peers step them too."""
+
+    title: str
+    shapes: Callable[[], list]
+    dtype: torch.dtype
+    repeats: int
+    with_peers: bool = True
+
+
+SETS = [
+    Set("8 layers of Llama-3.1-8B, bf16, 72 tensors", full_shapes, torch.bfloat16, 15),
+    Set("LoRA, 448 tensors, 42e6 parameters, bf16", lora_shapes, torch.bfloat16, 30),
+    Set("LoRA, 448 tensors, 42e6 parameters, fp32", lora_shapes, torch.float32, 30, with_peers=False),
+]
+HEAD = ["AdamW", "device ms", "share of floor", "host ms", "host ms, gradients moved", "MiB on top"]
+
+
+def row(label: str, make: Callable, chosen: Set, bandwidth: float) -> list[str]:
+    """A row of a set's table; an optimizer that fails is a row too, not the end of the run."""
+    params = params_of(chosen.shapes(), chosen.dtype)
+    fmt_name = {name: key for key, name in OURS.items()}.get(label.removeprefix("halfbyte "))
+    state_bytes = STATE_BYTES.get(fmt_name or "", float("nan"))
+    if label.startswith("torch "):
+        state_bytes = 2.0 * params[0].element_size()
+    try:
+        took = time_optimizer(make, params, chosen.repeats)
+    except Exception as error:
+        return [label, f"failed: {type(error).__name__}: {str(error)[:80]}", "", "", "", ""]
+    share = floor_ms(params, state_bytes, bandwidth) / took["device"]
+    torch.cuda.empty_cache()
+    return [
+        label,
+        f"{took['device']:.3f}",
+        "" if share != share else f"{share:.1%}",
+        f"{took['host']:.2f}",
+        "" if took["moved"] != took["moved"] else f"{took['moved']:.2f}",
+        f"{took['extra']:.2f}",
+    ]
+
+
+def print_rows(label: str) -> None:
+    """In a peer's own process: a line of JSON for each set, as soon as it is known."""
+    make = maker_of(label)
+    for chosen in SETS:
+        if chosen.with_peers:
+            print(json.dumps(row(label, make, chosen, float("nan"))), flush=True)
+
+
+def peer_rows(label: str, limit: float) -> list[list[str]]:
+    """A row for each of the peers' sets, from a process that is stopped after `limit` seconds."""
+    lines, why = run_limited(["--worker", label], limit)
+    rows = [json.loads(line) for line in lines if line.startswith("[")]
+    missing = sum(chosen.with_peers for chosen in SETS) - len(rows)
+    return rows + [[label, why or "no result", "", "", "", ""]] * missing
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--torchao", nargs="*", default=list(OURS.values()), help="torchao's classes to time")
+    parser.add_argument("--seconds", type=float, default=1e6, help="stop slow peers so that all takes about that long")
+    parser.add_argument("--peer-limit", type=float, default=300, help="seconds for one peer")
     parser.add_argument("--first-step-limit", type=float, default=100, help="seconds to wait for a first step")
     parser.add_argument("--out", help="write the tables to this Markdown file as well")
     parser.add_argument("--tune", action="store_true", help="time ways to cut a step into programs")
     parser.add_argument("--first-step", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.first_step:
         return print_first_step(args.first_step)
+    if args.worker:
+        return print_rows(args.worker)
+    began = time.monotonic()
+
+    def left() -> float:
+        return args.seconds - (time.monotonic() - began)
+
     check_correct()
     bandwidth = copy_bandwidth()
     sections = [
@@ -311,18 +378,25 @@ def main() -> None:
             rows = tune(name, full_shapes(), bandwidth)
             sections.append(f"### {name}: tile, warps and tiles of a program\n\n" + table(["cut", "ms", "share"], rows))
             print(sections[-1], flush=True)
-    titles = ("8 layers of Llama-3.1-8B, bf16, 72 tensors", "LoRA, 448 tensors, 42e6 parameters")
     makers = list(optimizers(args.peers, args.torchao))
-    plain = [maker for maker in makers if maker[0].startswith(("halfbyte", "torch "))]
-    sections.append(compare(titles[0], full_shapes(), torch.bfloat16, makers, bandwidth, 15))
-    print(sections[-1], flush=True)
-    sections.append(compare(titles[1] + ", bf16", lora_shapes(), torch.bfloat16, makers, bandwidth, 30))
-    sections.append(compare(titles[1] + ", fp32", lora_shapes(), torch.float32, plain, bandwidth, 30))
-    print(*sections[-2:], sep="\n\n", flush=True)
-    rows = [[label, first_step_seconds(label, args.first_step_limit)] for label, _ in makers]
-    sections.append("### First step over 60 shapes, empty kernel caches\n\n" + table(["AdamW", "seconds"], rows))
+    fast = [maker for maker in makers if maker[0].startswith(("halfbyte", "torch "))]
+    slow = [label for label, _ in makers if label not in dict(fast)]
+    tables = {chosen.title: [row(label, make, chosen, bandwidth) for label, make in fast] for chosen in SETS}
+    torch.cuda.empty_cache()
+    first = [[label, first_step_seconds(label, min(args.first_step_limit, left()))] for label, _ in fast]
+    for chosen in SETS:
+        print(f"### {chosen.title}\n\n" + table(HEAD, tables[chosen.title]), flush=True)
+    for label in sorted(slow, key=lambda label: label.startswith("torchao")):  # torchao compiles the longest
+        rows = peer_rows(label, min(args.peer_limit, left()))
+        print(*rows, sep="\n", flush=True)
+        for chosen, own in zip((chosen for chosen in SETS if chosen.with_peers), rows, strict=True):
+            tables[chosen.title].append(own)
+    for label in sorted(slow, key=lambda label: label.startswith("torchao")):
+        first.append([label, first_step_seconds(label, min(args.first_step_limit, left()))])
+    sections += [f"### {title}\n\n" + table(HEAD, rows) for title, rows in tables.items()]
+    sections.append("### First step over 60 shapes, empty kernel caches\n\n" + table(["AdamW", "seconds"], first))
     text = "\n\n".join(sections) + "\n"
-    print(sections[-1])
+    print(text)
     if args.out:
         with open(args.out, "w") as file:
             file.write(text)

@@ -104,7 +104,7 @@ def main() -> None:
         try:
             figures = measure(make, release, args.layers)
             lines.append(f"| {name} | {figures[0]:.1f} | {figures[1]:.1f} | {figures[2]:.2f} | {figures[3]:.2f} |")
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, RuntimeError, AssertionError) as error:
             lines.append(f"| {name} | not run: {str(error).splitlines()[0]} | | | |")
         gc.collect()
         torch.cuda.empty_cache()

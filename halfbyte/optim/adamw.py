@@ -96,8 +96,29 @@ class AdamW(Optimizer):
         self._known_states: list[int] = []
         self._streams: dict[torch.device, Streams] = {}
         super().__init__(params, defaults)
+        self._states_seen = False
         if isinstance(lr, Tensor):  # a scheduler writes into the group's tensor; defaults stay what was asked for
             self.defaults["lr"] = lr.detach().clone()
+
+    @property  # type: ignore[override]
+    def state(self) -> Any:
+        """States by parameter, as in torch.
+
+        Whoever reads this may replace or move a state at any time, so every later step looks where they lie (0.16 ms
+        for 448 parameters); a step of an optimizer whose states nobody has had need not.
+        """
+        self._states_seen = True
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._states_seen = True
+        self.__dict__["state"] = state
+
+    @property
+    def own_state(self) -> Any:
+        """`state`, for callers that neither keep nor move what they find."""
+        return self.__dict__["state"]
 
     @classmethod
     def _format(cls, block_size: int | None) -> StateFormat:
@@ -124,6 +145,7 @@ class AdamW(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._caches, self._known_states, self._streams = [{} for _ in self.param_groups], [], {}
+        self._states_seen = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -132,15 +154,15 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if list(map(id, self.state.values())) != self._known_states:  # somebody else put a state in
-            for cache in self._caches:
+        if self._states_seen and list(map(id, self.own_state.values())) != self._known_states:
+            for cache in self._caches:  # somebody else put a state in
                 cache.pop("plan", None)
         first = 0
         for group, cache in zip(self.param_groups, self._caches, strict=True):
             self._step_group(group, cache, first)
             first += len(group["params"])
-        if not self._known_states:  # a plan was made, perhaps with new states
-            self._known_states = list(map(id, self.state.values()))
+        if self._states_seen and not self._known_states:  # a plan was made, perhaps with new states
+            self._known_states = list(map(id, self.own_state.values()))
         return loss
 
     def _step_group(self, group: dict[str, Any], cache: dict, first: int) -> None:
@@ -162,7 +184,7 @@ class AdamW(Optimizer):
         place  the parameter's place among all of the optimizer's.
         """
         plan = cache.get("plan")
-        if plan is not None and plan.states[0] is not self.state.get(param):  # a checkpoint was loaded
+        if plan is not None and plan.states[0] is not self.own_state.get(param):  # a checkpoint was loaded
             cache.clear()
         self._step_params([param], [param.grad], [place], group, cache)
 
@@ -182,6 +204,7 @@ class AdamW(Optimizer):
             "grad_scale": getattr(self, "grad_scale", None),
             "found_inf": getattr(self, "found_inf", None),
             "cache": cache.setdefault("kernels", {}),
+            "states_stay": not self._states_seen,
         }
         if not group["offload_states"]:
             fused_step(locals_, grads, plan.states, counters=counters, **arguments)
@@ -236,7 +259,7 @@ class AdamW(Optimizer):
 
     def _state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The parameter's state: made on first use, and brought into the form of memory."""
-        state = self.state[param]
+        state = self.own_state[param]
         if not state:
             fmt = self.group_format(param, group)
             fresh = new_state(local_tensor(param), fmt, amsgrad=group["amsgrad"])

@@ -138,8 +138,8 @@ def _pack(optimizer: AdamW, groups: list[dict[str, Any]], export: Any) -> dict[s
     for group in optimizer.param_groups:
         for param in group["params"]:
             index.setdefault(param, len(index))
-            if optimizer.state.get(param):
-                states[index[param]] = export(param, optimizer.state[param], group_format(group))
+            if optimizer.own_state.get(param):
+                states[index[param]] = export(param, optimizer.own_state[param], group_format(group))
     for group in groups:
         group["params"] = [index[param] for param in group["params"]]
     return {"state": states, "param_groups": groups}

@@ -47,7 +47,7 @@ class StateFormat:
                 f"block_size is {block_size!r}, but it counts the values that share one scale: give a positive "
                 f"integer, e.g. the default {FORMATS[self.name].block_size} of {self.name}."
             )
-        return replace(self, block_size=block_size)
+        return self if block_size == self.block_size else replace(self, block_size=block_size)
 
     @property
     def bytes_per_param(self) -> float:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
 
 from halfbyte.optim.formats import FORMATS, StateFormat
 from halfbyte.optim.layout import export_moment
@@ -24,32 +23,33 @@ def group_format(group: dict[str, Any]) -> StateFormat:
 
 
 def export_state(param: Tensor, state: dict[str, Tensor], fmt: StateFormat) -> dict[str, Tensor]:
-    """One parameter's state in the shapes of a state dict."""
-    result = {"step": state["step"]}
+    """One parameter's state in the shapes of a state dict: tensors of its own, over memory that may be the state's."""
+    result = {"step": state["step"].detach()}
     for name in moment_names("max_exp_avg_sq" in state):
         if name + "_scale" in state:
             codes, scale = state[name], state[name + "_scale"]
             exported = export_moment(param, codes, scale, fmt, signed=name == "exp_avg")
             result[name], result[name + "_scale"] = exported
         else:
-            result[name] = to_dtensor(state[name], param, tuple(param.shape)) if is_dtensor(param) else state[name]
+            value = state[name].detach()
+            result[name] = to_dtensor(value, param, tuple(param.shape)) if is_dtensor(param) else value
     return result
 
 
 @torch.no_grad()
-def pack_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+def pack_state_dict(optimizer: Any) -> dict[str, Any]:
     """`Optimizer.state_dict` with exported states; parameters are numbered over the groups."""
     index: dict[Tensor, int] = {}
     groups, states = [], {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             index.setdefault(param, len(index))
-            if optimizer.state.get(param):
-                states[index[param]] = export_state(param, optimizer.state[param], group_format(group))
+            if optimizer.own_state.get(param):
+                states[index[param]] = export_state(param, optimizer.own_state[param], group_format(group))
         groups.append(
             {key: value for key, value in group.items() if key != "params"}
             | {"params": [index[param] for param in group["params"]]}
         )
     known = {param: index[param] for param in index}
-    foreign = {key: value for key, value in optimizer.state.items() if key not in known}
+    foreign = {key: value for key, value in optimizer.own_state.items() if key not in known}
     return {"state": states | foreign, "param_groups": groups}

@@ -43,11 +43,9 @@ _TOLERANCE = 4e-6
 def _fit_bin(cuts: Tensor, low: float, high: float, least_code: int) -> tuple[float, float]:
     """(A, B) such that floor(A y + B) is `least_code` at low and one more from each cut on; low <= y < high.
 
-    cuts  fp64, the midpoints in (low, high), ascending.
+    cuts  fp64, the midpoints in (low, high), ascending; at least one.
     """
     num = cuts.numel()
-    if num == 0:
-        return 0.0, least_code + 0.5
     code = torch.arange(1, num + 1, dtype=torch.float64, device="cpu")
     slack = _TOLERANCE * cuts.abs()
     # A x + B >= code just above each cut and at low; A x + B < code just below each cut and at high
@@ -80,13 +78,15 @@ def encode_table(name: str, signed: bool, device: torch.device) -> Tensor:
     least_code = 0
     if not signed:  # rule 1: no zero code, so no cut between codes 0 and 1
         cuts, least_code = cuts[1:], 1
-    lines = []
-    for low, high in zip(lows.tolist(), highs.tolist(), strict=True):
-        inside = cuts[(cuts > low) & (cuts <= high)]
-        lines.append(_fit_bin(inside, low, high, least_code + int((cuts <= low).sum())))
+    lows, highs = lows.double().nan_to_num(-torch.inf), highs.double().nan_to_num(-torch.inf)  # NaN is never looked up
+    before, upto = (torch.searchsorted(cuts, edges, right=True) for edges in (lows, highs))  # midpoints <= an edge
+    lines = torch.stack([torch.zeros_like(lows), before + least_code + 0.5], dim=1)  # no midpoint inside: one code
+    for i in (upto > before).nonzero().flatten().tolist():
+        line = _fit_bin(cuts[before[i] : upto[i]], float(lows[i]), float(highs[i]), least_code + int(before[i]))
+        lines[i] = lines.new_tensor(line)
     if not signed:
-        lines[0] = (0.0, 0.5)
-    return torch.tensor(lines, dtype=torch.float32, device="cpu").to(device)
+        lines[0] = lines.new_tensor((0.0, 0.5))
+    return lines.float().to(device)
 
 
 @lru_cache

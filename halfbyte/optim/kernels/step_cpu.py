@@ -21,7 +21,22 @@ from halfbyte.optim.checks import check_states
 from halfbyte.optim.formats import StateFormat
 from halfbyte.optim.hyper import Hyper
 from halfbyte.optim.kernels.codec_cpu import FORMAT_CODE
-from halfbyte.optim.kernels.step_cpu_tile import BFLOAT16, COLUMNS, FLOAT16, FLOAT32, advance, run
+from halfbyte.optim.kernels.step_cpu_tile import (
+    BFLOAT16,
+    COLUMNS,
+    FLOAT16,
+    FLOAT32,
+    GRAD,
+    NUMEL,
+    PARAM,
+    QUANTIZED,
+    SEED,
+    STEP,
+    advance,
+    run,
+)
+from halfbyte.optim.kernels.step_cpu_tile import MOMENTS as FIRST_MOMENT
+from halfbyte.optim.kernels.whereabouts import Whereabouts, addresses
 from halfbyte.optim.rounding import Counter
 
 TILE = 512  # values; with two moments it takes 9 KB, so it and the tables fit a 32 KB first-level cache
@@ -42,12 +57,12 @@ def unavailable(device: torch.device, fmt: StateFormat, hyper: Hyper) -> str | N
 class Plan(NamedTuple):
     """What a step needs and the next one can use again.
 
-    key      addresses and sizes of all tensors: the plan is valid while they stay.
-    table    [T, len(COLUMNS)] int64; items [I, 3] int64 (tensor, start, end); batches: ends of the runs of items
-             that a thread takes at a time.
+    whereabouts  of parameters and states: the plan is valid while they stay.
+    table    [T, len(COLUMNS)] int64, gradients' addresses written anew in every step; items [I, 3] int64 (tensor,
+             start, end); batches: ends of the runs of items that a thread takes at a time.
     """
 
-    key: list[int]
+    whereabouts: Whereabouts
     table: np.ndarray
     items: np.ndarray
     batches: list[int]
@@ -64,6 +79,8 @@ def step(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     cache: dict,
+    param_addresses: list[int] | None = None,
+    states_stay: bool = False,
 ) -> None:
     """See `halfbyte.optim.kernels.step`."""
     if not params or (found_inf is not None and found_inf.item()):
@@ -71,7 +88,11 @@ def step(
     if grads[0].dtype not in KINDS:
         grads = [grad.float() for grad in grads]
     stochastic = counters is not None and params[0].dtype == torch.bfloat16
-    plan = _plan(params, grads, states, fmt, hyper.amsgrad, counters if stochastic else None, cache)
+    counters = counters if stochastic else None
+    plan = cache.get("plan")
+    if plan is None or not plan.whereabouts.hold(params, states, counters, param_addresses, states_stay):
+        plan = cache["plan"] = _plan(params, states, fmt, hyper.amsgrad, counters, param_addresses)
+    plan.table[:, GRAD] = addresses(grads)
     lr, beta1, beta2 = float(hyper.lr), float(hyper.beta1), float(hyper.beta2)
     factors = np.empty((len(params), 2), np.float32)
     keys = np.empty((len(params), 2), np.uint32)
@@ -101,35 +122,25 @@ def _tile(block_size: int) -> int:
 
 def _plan(
     params: Sequence[Tensor],
-    grads: Sequence[Tensor],
     states: Sequence[State],
     fmt: StateFormat,
     amsgrad: bool,
     counters: Sequence[Counter] | None,
-    cache: dict,
+    param_addresses: list[int] | None,
 ) -> Plan:
-    """The plan in `cache`, made anew when anything moved."""
+    check_states(params, states, fmt)
+    whereabouts = Whereabouts(params, states, counters, param_addresses)
+    table = np.zeros((len(params), len(COLUMNS)), np.int64)
+    table[:, PARAM], table[:, NUMEL] = whereabouts.params, whereabouts.numels
     names = [name + suffix for name in MOMENTS[: 3 if amsgrad else 2] for suffix in ("", "_scale")]
-    key = [fmt.block_size]
-    for param, grad, state in zip(params, grads, states, strict=True):
-        key += (param.data_ptr(), grad.data_ptr(), param.numel(), state["step"].data_ptr())
-        key += (state[name].data_ptr() if name in state else 0 for name in names)
+    for row, state in zip(table, states, strict=True):
+        row[STEP], row[QUANTIZED] = state["step"].data_ptr(), "exp_avg_scale" in state
+        row[FIRST_MOMENT : FIRST_MOMENT + len(names)] = [
+            state[name].data_ptr() if name in state else 0 for name in names
+        ]
     if counters is not None:
-        for counter in counters:
-            key += counter
-    plan: Plan | None = cache.get("plan")
-    if plan is None or plan.key != key:
-        check_states(params, states, fmt)
-        table = np.zeros((len(params), len(COLUMNS)), np.int64)
-        width = 4 + len(names)
-        addresses = np.array(key[1 : 1 + width * len(params)], np.int64).reshape(-1, width)
-        table[:, :4] = addresses[:, :4]
-        table[:, 4] = ["exp_avg_scale" in state for state in states]
-        table[:, 5 : 5 + len(names)] = addresses[:, 4:]
-        if counters is not None:
-            table[:, 11:] = np.array(counters, np.int64)
-        plan = cache["plan"] = Plan(key, table, *_cut(table[:, 2], _tile(fmt.block_size)))
-    return plan
+        table[:, SEED:] = np.array(counters, np.int64)
+    return Plan(whereabouts, table, *_cut(table[:, NUMEL], _tile(fmt.block_size)))
 
 
 def _cut(numels: np.ndarray, tile: int) -> tuple[np.ndarray, list[int]]:

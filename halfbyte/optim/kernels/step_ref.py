@@ -33,8 +33,10 @@ def step(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     cache: dict | None = None,
+    param_addresses: list[int] | None = None,
+    states_stay: bool = False,
 ) -> None:
-    """See `halfbyte.optim.kernels.step`, whose contract this defines. `cache` is not used."""
+    """See `halfbyte.optim.kernels.step`, whose contract this defines. The last three are not used."""
     if found_inf is not None and found_inf.item():
         return
     hyper = hyper._replace(lr=float(hyper.lr), beta1=float(hyper.beta1), beta2=float(hyper.beta2))

@@ -11,10 +11,10 @@ The kernels also run under Triton's interpreter (TRITON_INTERPRET=1) on CPU tens
 import struct
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -23,8 +23,9 @@ from halfbyte.optim.formats import StateFormat
 from halfbyte.optim.hyper import Hyper
 from halfbyte.optim.kernels.codec_triton import BIN_BITS, STRETCH, codec_tables
 from halfbyte.optim.kernels.kernels_triton import step_blocks, step_plain
+from halfbyte.optim.kernels.launch_triton import Launch, compile_together
 from halfbyte.optim.kernels.scalars_triton import prepare
-from halfbyte.optim.kernels.table_triton import Chunking, Launch, Plan
+from halfbyte.optim.kernels.table_triton import Chunking, Part, Plan
 from halfbyte.optim.rounding import Counter
 
 MAX_BLOCK_SIZE = 8192
@@ -55,6 +56,23 @@ class Tuning(NamedTuple):
     lanes: bool = True
     prefetch: bool = False
     maxnreg: int | None = None
+
+
+class Settings(NamedTuple):
+    """What a step's kernels are compiled for, beside the format: compile-time arguments under their own names."""
+
+    P: Any
+    G: Any
+    AMSGRAD: bool
+    DECOUPLED: bool
+    TINY_EPS: bool
+    STOCHASTIC: bool
+    MAXIMIZE: bool
+    HAS_GRAD_SCALE: bool
+    HAS_FOUND_INF: bool
+    LR_IS_TENSOR: bool
+    BETA1_IS_TENSOR: bool
+    BETA2_IS_TENSOR: bool
 
 
 TUNINGS = {
@@ -89,6 +107,8 @@ def step(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     cache: dict,
+    param_addresses: list[int] | None = None,
+    states_stay: bool = False,
     tuning: Tuning | None = None,
 ) -> None:
     """See `halfbyte.optim.kernels.step`; tuning is for benchmarks."""
@@ -100,33 +120,40 @@ def step(
     device = params[0].device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         plan = cache.get("plan")
-        if plan is None or not plan.fits(params, grads, states, counters):
-            plan = cache["plan"] = _plan(params, grads, states, counters, fmt, tuning)
+        if plan is None or not plan.fits(params, grads, states, counters, param_addresses, states_stay):
+            plan = cache["plan"] = _plan(params, grads, states, counters, fmt, tuning, param_addresses)
         plan.keep_for_current_stream()
-        _launch_prepare(plan, hyper, grad_scale, found_inf)
-        flags = {
-            "HAS_FOUND_INF": found_inf is not None,
-            "P": DTYPES[params[0].dtype],
-            "G": DTYPES[grads[0].dtype],
-            "AMSGRAD": hyper.amsgrad,
-            "DECOUPLED": hyper.decoupled or not hyper.weight_decay,
-            "TINY_EPS": hyper.eps < 1e-16,
-            "STOCHASTIC": counters is not None,
-            "FLAT": plan.flat,
-            "FAST": device.type == "cuda",
-            "enable_fp_fusion": True,
-        }
-        for launch in plan.launches:
-            if launch.kind.quantized:
-                has_grad_factor = grad_scale is not None or hyper.maximize
-                _launch_blocks(plan, launch, fmt, found_inf, has_grad_factor, flags, tuning)
-            else:
-                _launch_plain(plan, launch, found_inf, flags)
+        lr, beta1, beta2 = (_scalar(x, device) for x in (hyper.lr, hyper.beta1, hyper.beta2))
+        settings = Settings(
+            P=DTYPES[params[0].dtype],
+            G=DTYPES[grads[0].dtype],
+            AMSGRAD=hyper.amsgrad,
+            DECOUPLED=hyper.decoupled or not hyper.weight_decay,
+            TINY_EPS=hyper.eps < 1e-16,
+            STOCHASTIC=counters is not None,
+            MAXIMIZE=hyper.maximize,
+            HAS_GRAD_SCALE=grad_scale is not None,
+            HAS_FOUND_INF=found_inf is not None,
+            LR_IS_TENSOR=lr[1] is not None,
+            BETA1_IS_TENSOR=beta1[1] is not None,
+            BETA2_IS_TENSOR=beta2[1] is not None,
+        )
+        arguments = _arguments(plan, fmt, hyper, (lr, beta1, beta2), grad_scale, found_inf)
+        launches = plan.compiled.get(settings)
+        if launches is None:
+            launches = plan.compiled[settings] = _launches(plan, fmt, settings, tuning)
+            kernels = settings, tuning, *(part.kind for part in plan.parts)
+            if kernels not in cache.setdefault("compiled", set()):
+                compile_together(launches, arguments, device)
+                cache["compiled"].add(kernels)
+        for launch, args in zip(launches, arguments, strict=True):
+            launch(*args)
 
 
+@lru_cache
 def _tile(fmt: StateFormat, tuning: Tuning) -> tuple[int, int, int]:
     """(FOLD, TILE_ROWS, WIDTH): the shape of a tile, see tile_triton.py."""
-    block = triton.next_power_of_2(fmt.block_size)
+    block = 1 << (fmt.block_size - 1).bit_length()
     fold = tuning.fold if block >= 64 else 1
     return fold, max(1, tuning.tile // block), block // fold
 
@@ -138,6 +165,7 @@ def _plan(
     counters: Sequence[Counter] | None,
     fmt: StateFormat,
     tuning: Tuning,
+    param_addresses: list[int] | None,
 ) -> Plan:
     if params[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -147,7 +175,7 @@ def _plan(
     check_states(params, states, fmt)
     tile = _tile(fmt, tuning)[1] * fmt.block_size
     chunking = {True: Chunking(tile, max(1, tuning.chunk // tile)), False: Chunking(PLAIN_TILE, 4)}
-    plan = Plan(params, grads, states, counters, chunking)
+    plan = Plan(params, grads, states, counters, chunking, param_addresses)
     plan.set_grads([grad.data_ptr() for grad in grads])
     return plan
 
@@ -161,64 +189,84 @@ def _scalar(x: float | Tensor, device: torch.device) -> tuple[float, Tensor | No
     return 0.0, x.detach().to(device, torch.float32, non_blocking=True)
 
 
-def _launch_prepare(plan: Plan, hyper: Hyper, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    lr, lr_at = _scalar(hyper.lr, plan.device)
-    beta1, beta1_at = _scalar(hyper.beta1, plan.device)
-    beta2, beta2_at = _scalar(hyper.beta2, plan.device)
-    num_tensors = plan.grads.numel()
+def _launches(plan: Plan, fmt: StateFormat, settings: Settings, tuning: Tuning) -> list[Launch]:
+    """Of `prepare`, then of each part of the plan."""
+    chosen = settings._asdict()
+    fast = plan.device.type == "cuda"
+    constants = {name: chosen[name] for name in prepare.arg_names if name in chosen} | {"TENSORS": PREPARE_TENSORS}
+    launches = [Launch(prepare, -(-plan.grads.numel() // PREPARE_TENSORS), constants)]
+    for part in plan.parts:
+        kernel = step_blocks if part.kind.quantized else step_plain
+        constants = {name: chosen[name] for name in kernel.arg_names if name in chosen}
+        constants |= {"FLAT": plan.flat, "FAST": fast}
+        options: dict[str, Any] = {"enable_fp_fusion": True}
+        if part.kind.quantized:
+            constants |= _block_constants(part, fmt, settings, tuning, plan.device)
+            warps = max(tuning.num_warps, min(8, constants["FOLD"] * constants["WIDTH"] // 512))
+            options |= {"num_warps": warps, "maxnreg": tuning.maxnreg}
+        else:
+            constants["TILE"] = PLAIN_TILE
+        launches.append(Launch(kernel, part.chunk_tensor.numel(), constants, **options))
+    return launches
+
+
+def _block_constants(
+    part: Part, fmt: StateFormat, settings: Settings, tuning: Tuning, device: torch.device
+) -> dict[str, Any]:
+    """What `step_blocks` is told beside the settings."""
+    fold, tile_rows, width = _tile(fmt, tuning)
+    return {
+        "TAILS": part.kind.tails,
+        "ALIGNED": part.kind.aligned,
+        "FMT": fmt.name,
+        "BLOCK_SIZE": fmt.block_size,
+        "FOLD": fold,
+        "TILE_ROWS": tile_rows,
+        "WIDTH": width,
+        "NATIVE_E4M3": _casts_e4m3(device),
+        "STRETCH_M": STRETCH.get((fmt.name, True), 1.0),
+        "BITS_M": BIN_BITS.get((fmt.name, True), 0),
+        "STRETCH_V": STRETCH.get((fmt.name, False), 1.0),
+        "BITS_V": BIN_BITS.get((fmt.name, False), 0),
+        "HAS_GRAD_FACTOR": settings.HAS_GRAD_SCALE or settings.MAXIMIZE,
+        "LANES": tuning.lanes,
+        "PREFETCH": tuning.prefetch,
+    }
+
+
+def _arguments(
+    plan: Plan,
+    fmt: StateFormat,
+    hyper: Hyper,
+    scalars: Sequence[tuple[float, Tensor | None]],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> list[tuple]:
+    """Of `prepare`, then of each part's kernel."""
+    (lr, lr_at), (beta1, beta1_at), (beta2, beta2_at) = scalars
     unused = plan.scalars
-    prepare[(triton.cdiv(num_tensors, PREPARE_TENSORS),)](
-        plan.table, plan.scalars, num_tensors,
-        lr, *_split(beta1), *_split(beta2), hyper.eps, hyper.weight_decay,
-        unused if lr_at is None else lr_at,
-        unused if beta1_at is None else beta1_at,
-        unused if beta2_at is None else beta2_at,
-        unused if grad_scale is None else grad_scale,
-        unused if found_inf is None else found_inf,
-        LR_IS_TENSOR=lr_at is not None, BETA1_IS_TENSOR=beta1_at is not None, BETA2_IS_TENSOR=beta2_at is not None,
-        HAS_GRAD_SCALE=grad_scale is not None, HAS_FOUND_INF=found_inf is not None, MAXIMIZE=hyper.maximize,
-        TENSORS=PREPARE_TENSORS,
-    )  # fmt: skip
+    pointers = [unused if at is None else at for at in (lr_at, beta1_at, beta2_at, grad_scale, found_inf)]
+    arguments: list[tuple] = [
+        (
+            plan.table, plan.scalars, plan.grads.numel(),
+            lr, *_split(beta1), *_split(beta2), float(hyper.eps), float(hyper.weight_decay), *pointers,
+        )
+    ]  # fmt: skip
+    for part in plan.parts:
+        tables = (codec_tables(fmt.name, plan.device)[0],) if part.kind.quantized else ()
+        arguments.append(
+            (plan.table, plan.grads, plan.scalars, part.chunk_tensor, part.chunk_tiles, pointers[-1], *tables)
+        )
+    return arguments
 
 
+@lru_cache
 def _split(x: float) -> tuple[float, float]:
     """x as the sum of two fp32 numbers: Triton passes a float as fp32, and 1 - 0.999 needs more."""
     high = struct.unpack("f", struct.pack("f", x))[0]
     return high, x - high
 
 
-def _launch_blocks(
-    plan: Plan,
-    launch: Launch,
-    fmt: StateFormat,
-    found_inf: Tensor | None,
-    has_grad_factor: bool,
-    flags: dict[str, Any],
-    tuning: Tuning,
-) -> None:
-    device, name = plan.device, fmt.name
-    fold, tile_rows, width = _tile(fmt, tuning)
-    step_blocks[(launch.chunk_tensor.numel(),)](
-        plan.table, plan.grads, plan.scalars, launch.chunk_tensor, launch.chunk_tiles,
-        plan.scalars if found_inf is None else found_inf,
-        codec_tables(name, device)[0],
-        TAILS=launch.kind.tails, ALIGNED=launch.kind.aligned, FMT=name, BLOCK_SIZE=fmt.block_size,
-        FOLD=fold, TILE_ROWS=tile_rows, WIDTH=width, NATIVE_E4M3=_casts_e4m3(device),
-        STRETCH_M=STRETCH.get((name, True), 1.0), BITS_M=BIN_BITS.get((name, True), 0),
-        STRETCH_V=STRETCH.get((name, False), 1.0), BITS_V=BIN_BITS.get((name, False), 0),
-        HAS_GRAD_FACTOR=has_grad_factor, LANES=tuning.lanes, PREFETCH=tuning.prefetch,
-
-        num_warps=max(tuning.num_warps, min(8, fold * width // 512)), maxnreg=tuning.maxnreg, **flags,
-    )  # fmt: skip
-
-
 def _casts_e4m3(device: torch.device) -> bool:
     """Whether the device has the instruction; the interpreter's cast is not used."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def _launch_plain(plan: Plan, launch: Launch, found_inf: Tensor | None, flags: dict[str, Any]) -> None:
-    step_plain[(launch.chunk_tensor.numel(),)](
-        plan.table, plan.grads, plan.scalars, launch.chunk_tensor, launch.chunk_tiles,
-        plan.scalars if found_inf is None else found_inf, TILE=PLAIN_TILE, **flags,
-    )  # fmt: skip

@@ -1,6 +1,6 @@
 """The pointer table and the chunk table of a step: which program steps which part of which tensor.
 
-A plan stays valid while parameters and states lie where they lay; checking that costs one pass over their addresses.
+A plan stays valid while parameters and states lie where they lay (whereabouts.py says how that is known).
 Gradients move at every step of a loop that frees them (`zero_grad` does), so their addresses are a column of their own:
 one small copy from pinned memory, asynchronous, in stream order. Rejected: addresses as kernel arguments (a few hundred
 at most fit, and each launch would pay for all).
@@ -9,12 +9,12 @@ at most fit, and each launch would pay for all).
 import operator
 from collections.abc import Sequence
 from functools import reduce
-from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from halfbyte.optim.kernels.whereabouts import Whereabouts, addresses
 from halfbyte.optim.rounding import Counter
 
 NUMEL, FIRST_CHUNK = 8, 9  # columns, as in kernels_triton.py
@@ -31,8 +31,8 @@ class Chunking(NamedTuple):
     tiles: int
 
 
-class Launch(NamedTuple):
-    """One launch over tensors that share a kernel.
+class Part(NamedTuple):
+    """Tensors that share a launch.
 
     kind          which kernel and what it may assume.
     chunk_tensor  int32 [programs], the tensor of each.
@@ -52,15 +52,6 @@ class Kind(NamedTuple):
     tails: bool
 
 
-def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
-
-
-def state_addresses(states: Sequence[State]) -> list[int]:
-    """Of all tensors of all states, in their order."""
-    return list(map(Tensor.data_ptr, chain.from_iterable(map(dict.values, states))))  # type: ignore[arg-type]
-
-
 def is_aligned(pointers: Sequence[int]) -> bool:
     return not reduce(operator.or_, pointers, 0) % ALIGNMENT
 
@@ -71,7 +62,8 @@ class Plan:
     table     int64 [tensors, COLUMNS], see kernels_triton.py for the columns.
     grads     int64 [tensors], addresses.
     scalars   fp32 [tensors, 16], written by the kernel `prepare`.
-    launches  one for quantized tensors; one each, where there are any, for tails, unaligned ones and fp32 states.
+    parts     one for quantized tensors; one each, where there are any, for tails, unaligned ones and fp32 states.
+    compiled  a step's launches by what they are compiled for; step_triton.py fills it.
     """
 
     def __init__(
@@ -81,8 +73,9 @@ class Plan:
         states: Sequence[State],
         counters: Sequence[Counter] | None,
         chunking: dict[bool, Chunking],
+        param_addresses: list[int] | None = None,
     ) -> None:
-        self.key = self._key(params, states, counters)
+        self.whereabouts = Whereabouts(params, states, counters, param_addresses)
         self.grad_key: list[int] = []
         self.device = params[0].device
         self.flat = counters is None or all(c.inner >= p.numel() for c, p in zip(counters, params, strict=True))
@@ -99,9 +92,8 @@ class Plan:
                 members.setdefault(Kind(quantized, aligned and quantized, False), []).append(i)
             if rest and quantized:
                 members.setdefault(Kind(quantized, aligned, True), []).append(i)
-        self.launches = [
-            self._launch(kind, some, rows, chunking[kind.quantized]) for kind, some in sorted(members.items())
-        ]
+        self.parts = [self._part(kind, some, rows, chunking[kind.quantized]) for kind, some in sorted(members.items())]
+        self.compiled: dict[Any, list] = {}
         self.grads_aligned = is_aligned(addresses(grads))
         self.table = self._upload(torch.tensor(rows, dtype=torch.int64, device="cpu"))
         self.grads = torch.empty(len(rows), dtype=torch.int64, device=self.device)
@@ -110,19 +102,17 @@ class Plan:
         self._captured: list[Tensor] = []
         self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
-    @staticmethod
-    def _key(params: Sequence[Tensor], states: Sequence[State], counters: Sequence[Counter] | None) -> tuple:
-        return addresses(params), list(map(Tensor.numel, params)), state_addresses(states), counters and list(counters)
-
     def fits(
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         states: Sequence[State],
         counters: Sequence[Counter] | None,
+        param_addresses: list[int] | None,
+        states_stay: bool,
     ) -> bool:
         """Whether the tables still describe these tensors; brings the gradients' addresses up to date if so."""
-        if self.key != self._key(params, states, counters):
+        if not self.whereabouts.hold(params, states, counters, param_addresses, states_stay):
             return False
         now = addresses(grads)
         if now != self.grad_key:
@@ -157,7 +147,7 @@ class Plan:
             return
         stream = torch.cuda.current_stream(self.device)
         if stream != self._stream:
-            for tensor in (self.table, self.grads, self.scalars, *(launch.chunk_tensor for launch in self.launches)):
+            for tensor in (self.table, self.grads, self.scalars, *(part.chunk_tensor for part in self.parts)):
                 tensor.record_stream(stream)
             self._stream = stream
 
@@ -167,10 +157,10 @@ class Plan:
     def _upload(self, tensor: Tensor) -> Tensor:
         return self._pinned(tensor).to(self.device, non_blocking=True)
 
-    def _launch(self, kind: Kind, members: list[int], rows: list[list[int]], cut: Chunking) -> Launch:
+    def _part(self, kind: Kind, members: list[int], rows: list[list[int]], cut: Chunking) -> Part:
         """Cut the members into chunks; writes each one's first chunk into its row."""
         if kind.tails:
-            return Launch(kind, self._upload(torch.tensor(members, dtype=torch.int32, device="cpu")), 1)
+            return Part(kind, self._upload(torch.tensor(members, dtype=torch.int32, device="cpu")), 1)
         counts: list[int] = []
         for i in members:
             rows[i][FIRST_CHUNK] = sum(counts)
@@ -178,7 +168,7 @@ class Plan:
             counts.append(-(-tiles // cut.tiles))
         places = torch.tensor(members, dtype=torch.int32, device="cpu")
         chunk_tensor = places.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
-        return Launch(kind, self._upload(chunk_tensor), cut.tiles)
+        return Part(kind, self._upload(chunk_tensor), cut.tiles)
 
 
 def _moment_pointers(state: State) -> list[int]:
