@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from halfbyte.checkpoint.load import load_model
+from halfbyte.checkpoint.load_part import load_part
 from halfbyte.lora import fuse
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.parallel import synchronize, together
 from halfbyte.parallel.deepspeed import client_config, read_deepspeed_config, tell_deepspeed
 from halfbyte.parallel.launch import rank
+from halfbyte.parallel.mesh import TENSOR, tensor_mesh
 from halfbyte.train import merge_aware
 from halfbyte.train.config import OptimizerName, TrainConfig
 from halfbyte.train.engine import Engine
@@ -50,25 +53,37 @@ def use_bf16(config: TrainConfig, device: torch.device) -> bool:
 def build_model(config: TrainConfig, folder: Path) -> tuple[Any, Engine | None]:
     """The frozen NVFP4 base with its adapter, a `peft.PeftModel`, and the engine that has spread it, if one has.
 
-    Rank 0 alone reads the weights; the others get them from it, after the models have been compared.
+    Rank 0 alone reads the weights; the others get them from it, after the models have been compared. Where layers are
+    cut, each rank reads its parts.
     raises   ValueError for an unknown attention or a base without NVFP4 weights, on all ranks.
     """
     device = pick_device(config)
+    if config.tensor_parallel_size > 1:
+        return build_cut(config, folder, device)
     with together("Loading the base", timeout=LOAD_TIMEOUT_S):
         base = load_base(config, folder, device if rank() == 0 else torch.device("meta"))
         model = attach_adapter(config, base, folder)
     synchronize(model, device=device)
     if config.deepspeed:
         tell_deepspeed(model, read_deepspeed_config(config.deepspeed))
-    if config.tensor_parallel_size > 1:
-        return cut(model, device, config.tensor_parallel_size)
     return model, None
 
 
-def load_base(config: TrainConfig, folder: Path, device: torch.device) -> Any:
-    """The frozen base in the dtype of the run."""
-    bf16 = use_bf16(config, pick_device(config))
-    base = load_model(folder, dtype=torch.bfloat16 if bf16 else torch.float32, device=device)
+def build_cut(config: TrainConfig, folder: Path, device: torch.device) -> tuple[Any, Engine]:
+    """The same for tensor parallelism."""
+    mesh = tensor_mesh(device.type, config.tensor_parallel_size)
+    with together("Loading the base", timeout=LOAD_TIMEOUT_S):
+        model = attach_adapter(config, load_base(config, folder, device, mesh[TENSOR]), folder)
+    return cut(model, mesh)
+
+
+def load_base(config: TrainConfig, folder: Path, device: torch.device, mesh: DeviceMesh | None = None) -> Any:
+    """The frozen base in the dtype of the run; with a mesh, this rank's part of it."""
+    dtype = torch.bfloat16 if use_bf16(config, pick_device(config)) else torch.float32
+    if mesh is None:
+        base = load_model(folder, dtype=dtype, device=device)
+    else:
+        base = load_part(folder, mesh, dtype=dtype, device=device)
     if not nvfp4_modules(base):
         raise ValueError(f"{folder}: base_model has no NVFP4 weight; make such a base with `halfbyte quantize`")
     if config.attn_implementation:

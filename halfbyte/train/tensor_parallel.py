@@ -9,17 +9,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from halfbyte.parallel.mesh import DATA, TENSOR, tensor_mesh
+from halfbyte.parallel.mesh import DATA, TENSOR
+from halfbyte.parallel.synchronize import synchronize
 from halfbyte.parallel.tensor_parallel import clip_grad_norm, part, tensor_parallel
 from halfbyte.parallel.tp_layers import cut_factors
 
+TIMEOUT_S = 600.0  # ranks wait this long for each other; the slowest has read and digested its parts by then
 ADAPTER_FILE = "adapter_model.safetensors"  # PEFT's name
 
 
-def cut(model: Any, device: torch.device, degree: int) -> tuple[Any, "TensorParallelEngine"]:
-    """A PeftModel that all ranks hold, cut over groups of `degree` ranks."""
-    mesh = tensor_mesh(device.type, degree)
-    return tensor_parallel(model, mesh[TENSOR]), TensorParallelEngine(model, mesh)
+def cut(model: Any, mesh: DeviceMesh) -> tuple[Any, "TensorParallelEngine"]:
+    """A PeftModel whose base is cut over the mesh (data, tensor): its adapter too, and its copies made equal."""
+    tensor_parallel(model, mesh[TENSOR], timeout=TIMEOUT_S)
+    synchronize(model, group=mesh[DATA].get_group(), timeout=TIMEOUT_S)
+    return model, TensorParallelEngine(model, mesh)
 
 
 class TensorParallelEngine:
