@@ -68,7 +68,7 @@ class RowNVFP4Linear(NVFP4Linear):
         if self.activation is None or self.activation.scale is not None:
             return self.activation
         low, high = torch.aminmax(input.detach())
-        amax = torch.maximum(-low, high).float()
+        amax = torch.maximum(-low, high).to(matmul.autocast_dtype(input) or input.dtype).float()
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
         return ActivationQuant((amax / (E4M3_MAX * E2M1_MAX)).clamp(min=SMALLEST).item())
 

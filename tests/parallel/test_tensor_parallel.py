@@ -22,7 +22,7 @@ from halfbyte.nvfp4.digest import shard_digest
 from halfbyte.parallel import ddp
 from halfbyte.parallel.gather import gather_trainable, save_adapter
 from halfbyte.parallel.tensor_parallel import clip_grad_norm, tensor_parallel
-from halfbyte.parallel.tp_layers import cut_factors, gathered
+from halfbyte.parallel.tp_layers import CutDropout, cut_factors, gathered
 from tests.dist import run
 from tests.parallel.models import PROJECTIONS, batch, loss_of, tiny_base, tiny_lora, trainable
 from tests.parallel.test_agree import text_of_error
@@ -67,12 +67,21 @@ def gradient_error(model: nn.Module, reference: nn.Module) -> float:
     return worst
 
 
+def biased(model: nn.Module) -> nn.Module:
+    """The same with biases that are not zero: a row-wise one that every rank adds would show."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") and not parameter.is_meta:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model
+
+
 def compare(options: dict[str, Any], max_norm: float | None) -> tuple[float, float, float, float]:
     """Errors of losses, norms, gradients and factors against one process; rank one starts on the meta device."""
     mesh, rank = mesh_of_all(), dist.get_rank()
-    model = tiny_lora(**options, adapter_seed=0, device="meta" if rank else "cpu").train()
+    model = biased(tiny_lora(**options, adapter_seed=0, device="meta" if rank else "cpu")).train()
     tensor_parallel(model, mesh)
-    reference = tiny_lora(**options).train()
+    reference = biased(tiny_lora(**options)).train()
     gradients = gradient_error(model, reference)
     losses, norms = train(model, mesh, [0], max_norm)
     expected_losses, expected_norms = train(reference, None, [0], max_norm)
@@ -97,6 +106,22 @@ def test_equals_one_process(name: str) -> None:
     ranks, options, max_norm = CASES[name]
     for errors in run(ranks, compare, options, max_norm):
         assert max(errors) < 1e-5, errors
+
+
+def in_bf16(packed: bool) -> tuple[float, float]:
+    """Errors of the logits in bf16 from those in fp32: on one process, and cut."""
+    exact = biased(tiny_lora(packed=packed))(input_ids=batch(0, 0)).logits
+    alone = biased(tiny_lora(packed=packed, dtype=torch.bfloat16))
+    found = [error({"": alone(input_ids=batch(0, 0)).logits.float()}, {"": exact})]
+    cut = tensor_parallel(alone, mesh_of_all())
+    return found[0], error({"": cut(input_ids=batch(0, 0)).logits.float()}, {"": exact})
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_bf16_is_off_by_no_more_than_on_one_process(packed: bool) -> None:
+    """Cutting costs the rounding of one more sum a layer: the level of bf16, packed as dense."""
+    for alone, cut in run(2, in_bf16, packed):
+        assert 1e-4 < cut < 1.5 * alone < 0.02
 
 
 def base_is_cut_not_copied() -> tuple[int, float, bool]:
@@ -140,15 +165,37 @@ def test_two_by_two_equals_one_process_on_the_global_batch() -> None:
     assert max(run(4, two_by_two)) < 1e-5
 
 
-def dropout_masks() -> tuple[list[float], list[float]]:
+def dropout_masks(checkpointing: bool) -> tuple[list[float], list[float]]:
     mesh = mesh_of_all()
-    model = tensor_parallel(tiny_lora(dropout=0.5, targets=["q_proj", "v_proj"]), mesh).train()
-    return train(model, mesh, [0])[0], train(tiny_lora(dropout=0.5, targets=["q_proj", "v_proj"]).train(), None, [0])[0]
+    model, reference = (tiny_lora(dropout=0.5).train() for _ in range(2))
+    tensor_parallel(model, mesh)
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return train(model, mesh, [0])[0], train(reference, None, [0])[0]
 
 
-def test_dropout_on_a_whole_input_is_the_mask_of_one_process() -> None:
-    for losses, expected in run(2, dropout_masks):
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_draws_the_masks_of_one_process(checkpointing: bool) -> None:
+    """On whole inputs and on parts, and again when checkpointing computes them a second time."""
+    for losses, expected in run(2, dropout_masks, checkpointing):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def parts_of_a_mask() -> tuple[Tensor, Tensor, Tensor]:
+    """What is left of ones; the whole mask; the next random number."""
+    dropout = CutDropout(0.5)
+    dropout.group = mesh_of_all().get_group()
+    torch.manual_seed(3)
+    mine, after = dropout(torch.ones(5, 32)), torch.rand(())
+    torch.manual_seed(3)
+    return mine, nn.functional.dropout(torch.ones(5, 64), 0.5), after
+
+
+def test_a_part_of_an_input_has_its_own_part_of_the_mask() -> None:
+    (left, whole, one), (right, _, other) = run(2, parts_of_a_mask)
+    assert not torch.equal(left, right) and torch.equal(torch.cat([left, right], 1), whole)
+    assert one == other
 
 
 def dynamic(model: nn.Module) -> nn.Module:
