@@ -158,9 +158,9 @@ def save_failed(final: Path, error: BaseException) -> OSError:
     free = shutil.disk_usage(output_dir).free / 1e9
     kept = complete_checkpoints(output_dir)
     remedy = f"{kept[-1].name} is complete" if kept else "no earlier checkpoint exists"
-    text = " ".join(str(error).split())[:200]
+    text = " ".join(str(error).split())
     full = isinstance(error, OSError) and error.errno in DISK_FULL or any(sign in text for sign in FULL_SIGNS)
-    cause = "the disk is full" if full else text
+    cause = "the disk is full" if full else text[:200]
     code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
     return SaveError(
         code,

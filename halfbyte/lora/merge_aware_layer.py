@@ -64,12 +64,14 @@ class MergeAwareLinear(FusedLoraLinear):
     recipe   how W' is rounded, of this layer.
     keep     keep the packed W' until a factor changes (else each forward and backward computes it); None: on a CPU.
     active   False: the unmerged sum, as a fused layer computes it (before the start step).
+    merged_from   dtype of the factors in the last forward; an engine's policy may have cast them for it.
     """
 
     recipe: Recipe
     keep: bool | None
     active: bool
     kept: KeptWeight | None
+    merged_from: torch.dtype | None
 
     @classmethod
     def from_peft(  # type: ignore[override]  # also takes how to merge
@@ -79,7 +81,7 @@ class MergeAwareLinear(FusedLoraLinear):
         merge_aware = cls.__new__(cls)
         merge_aware.__dict__.update(layer.__dict__)
         merge_aware.recipe, merge_aware.keep, merge_aware.active = recipe, keep, active
-        merge_aware.kept = None
+        merge_aware.kept = merge_aware.merged_from = None
         return merge_aware
 
     @torch.compiler.disable
@@ -101,6 +103,7 @@ class MergeAwareLinear(FusedLoraLinear):
     ) -> Tensor:
         """x W'^T + bias."""
         lora_A, lora_B, scaling = self.factors(adapter)
+        self.merged_from = lora_A.dtype
         components: Components = components_of(self.frozen())
         recipe: Recipe | None = self.recipe
         if x.device.type == "cpu" if self.keep is None else self.keep:

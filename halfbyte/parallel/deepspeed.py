@@ -10,12 +10,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from halfbyte.lora.merge_aware import merge_aware_layers
 from halfbyte.nvfp4.linear import COMPONENTS
-from halfbyte.parallel.agree import CHECK_TIMEOUT_S
+from halfbyte.parallel.agree import CHECK_TIMEOUT_S, world_size
 from halfbyte.parallel.synchronize import synchronize
+from halfbyte.parallel.zero3 import partition_from_rank_zero
 
 STAGES = (0, 1, 2, 3)
 REFUSED = {
@@ -38,9 +40,36 @@ def prepare_for_deepspeed(
     raises   ValueError for an option that does not go with a packed base; as `synchronize` for ranks that differ.
     """
     checked = check_config(read_deepspeed_config(config))
-    synchronize(model, timeout=timeout)
-    tell_deepspeed(model, checked)
+    spread(model, checked, dtype_of(checked), timeout=timeout)
     return client_config(checked)
+
+
+def spread(
+    model: nn.Module,
+    config: dict[str, Any],
+    dtype: torch.dtype | None,
+    *,
+    device: torch.device | None = None,
+    timeout: float = CHECK_TIMEOUT_S,
+) -> None:
+    """Give every rank rank zero's model, or with stage 3 its part of it; the ranks are compared before and after.
+
+    dtype    what the engine will cast floating parameters to, if to anything.
+    device   as for `synchronize`; with stage 3 parts are where DeepSpeed keeps them.
+    """
+    if stage_of(config) == 3 and world_size() > 1:
+        partition_from_rank_zero(model, config, dtype=dtype, timeout=timeout)
+    else:
+        synchronize(model, device=device, timeout=timeout)
+    tell_deepspeed(model, config)
+
+
+def dtype_of(config: dict[str, Any]) -> torch.dtype | None:
+    """What a config tells the engine to cast floating parameters to."""
+    for key, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if config.get(key, {}).get("enabled") is True:
+            return dtype
+    return None
 
 
 def tell_deepspeed(model: nn.Module, config: dict[str, Any]) -> None:

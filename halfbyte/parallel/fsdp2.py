@@ -9,6 +9,7 @@ Needs torch 2.13: earlier versions let FSDP2 cast or refuse parameters that are 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.utils import get_total_norm
 from torch.torch_version import TorchVersion
 
 from halfbyte.lora.merge_aware import merge_aware_layers
@@ -26,7 +28,7 @@ from halfbyte.parallel.compare import compare_models
 from halfbyte.parallel.describe import named_tensors
 from halfbyte.parallel.digests import digest_sums, row_digest
 from halfbyte.parallel.materialize import has_meta
-from halfbyte.parallel.mesh import REPLICATE, data_mesh, mesh_device
+from halfbyte.parallel.mesh import REPLICATE, SHARD, data_mesh, mesh_device
 
 FIRST_TORCH = "2.13"
 CHUNK_BYTES = 256 * 2**20  # of full tensors held at once while shards are cut from them
@@ -48,7 +50,8 @@ def fsdp2(
              overwritten, or on the meta device.
     mesh     1-D, or 2-D (replicate, shard) for HSDP; None shards over all ranks. See `data_mesh`.
     blocks   modules that are gathered one at a time; None means the model's own `_no_split_modules`.
-    mp_policy, offload_policy, reshard_after_forward   as for `fully_shard`. Nothing of the base is ever cast.
+    mp_policy, offload_policy, reshard_after_forward   as for `fully_shard`. Nothing of the base is ever cast, nor are
+             the factors of merge-aware layers: the weight they train must be the one that is written.
     memory   1/N of the model, one gathered block, and 256 MiB while it is filled.
     raises   RuntimeError for a torch that is too old; ValueError and RuntimeError as `synchronize`, on every rank.
     """
@@ -79,8 +82,13 @@ def shard_model(
         "offload_policy": offload_policy or OffloadPolicy(),
         "reshard_after_forward": reshard_after_forward,
     }
+    inner = options | {
+        "mp_policy": replace(options["mp_policy"], output_dtype=None)
+    }  # what leaves a block stays inside
     for block in blocks:
-        fully_shard(block, **options)
+        if options["mp_policy"].param_dtype is not None:
+            keep_factors(block, **inner)
+        fully_shard(block, **inner)
     fully_shard(model, **options)
     if has_meta(model):
         offloaded = isinstance(offload_policy, CPUOffloadPolicy)
@@ -88,6 +96,33 @@ def shard_model(
     fill_from_rank_zero(model, full)
     compare_shards(model, full, mesh, timeout=timeout)
     return model
+
+
+def keep_factors(block: nn.Module, *, mp_policy: MixedPrecisionPolicy, **options: Any) -> None:
+    """Make the merge-aware layers of a block a group of their own, whose parameters no policy casts.
+
+    W' is rounded from the factors as they are stored; from factors cast to bf16 another W' would be trained.
+    """
+    layers: list[nn.Module] = [*merge_aware_layers(block).values()]
+    if layers:
+        uncast = replace(mp_policy, param_dtype=None, cast_forward_inputs=False)
+        fully_shard(layers, mp_policy=uncast, **options)
+
+
+@torch.no_grad()
+def clip_grad_norm(model: nn.Module, max_norm: float, mesh: DeviceMesh) -> Tensor:
+    """Scale gradients to a global 2-norm of at most max_norm; returns the norm.
+
+    As torch's `clip_grad_norm_`, and also where the shards are offloaded to the CPU and the ranks talk over NCCL.
+    """
+    grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+    square = get_total_norm(grads).float().square().to(mesh_device(mesh))
+    dist.all_reduce(square, group=mesh.get_group(SHARD))
+    norm = square.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.device, grad.dtype))
+    return norm
 
 
 def shard_new_adapter(

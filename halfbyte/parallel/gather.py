@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from halfbyte.lora import metadata
 from halfbyte.lora.adapter_files import overrides_of
@@ -37,6 +38,7 @@ def gather_trainable(model: nn.Module) -> dict[str, Tensor]:
     raises  RuntimeError naming the layer when an adapter factor does not have the shape its layer asks for, or when
             tensor-parallel ranks differ in one that each of them holds whole.
     """
+    reshard(model)
     cut = cut_factors(model)
     mesh_group = next((group for _, group in cut.values()), None)
     whole = {}
@@ -74,6 +76,7 @@ def describe_adapter(model: nn.Module, *, start_step: int = 0) -> metadata.Adapt
 
     Call it on all ranks. One layer is gathered at a time; of one that is cut over a mesh, only digests are.
     """
+    reshard(model)
     writes = not dist.is_initialized() or dist.get_rank() == 0
     if cut_tensors(model):
         described = describe_cut(model, start_step=start_step)
@@ -116,7 +119,21 @@ def whole_factors(layer: Any) -> tuple[Tensor, Tensor, float] | None:
     adapter = layer.merge_aware_adapter()
     if adapter is None:
         return None
-    return _whole(layer.lora_A[adapter].weight), _whole(layer.lora_B[adapter].weight), layer.scaling[adapter]
+    lora_A, lora_B = (_whole(factors[adapter].weight) for factors in (layer.lora_A, layer.lora_B))
+    if layer.merged_from not in (None, lora_A.dtype):
+        raise ValueError(
+            f"{layer.recipe.name}: the merged weight was trained from factors cast to {layer.merged_from}, but they "
+            f"are saved in {lora_A.dtype}, which merges to another weight. Shard with halfbyte.parallel.fsdp2, which "
+            "keeps them, or use a mixed-precision policy without param_dtype."
+        )
+    return lora_A, lora_B, layer.scaling[adapter]
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of what FSDP2 has gathered: after a forward alone, it may hold parameters whole, in a policy's dtype."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def check_factors(model: nn.Module, whole: dict[str, Tensor]) -> None:

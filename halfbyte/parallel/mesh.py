@@ -46,6 +46,15 @@ def check_degree(degree: int, ranks: int) -> None:
         )
 
 
+def check_replicas(replicas: int, ranks: int) -> None:
+    """ValueError unless the ranks can form that many groups."""
+    if ranks % replicas:
+        raise ValueError(
+            f"dp_replicate_size is {replicas}, but the launch has {ranks} processes, expected a multiple of "
+            f"{replicas}; start that many, or choose a divisor of {ranks}"
+        )
+
+
 def mesh_device(mesh: DeviceMesh) -> torch.device:
     """This rank's device of a mesh."""
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")

@@ -1,6 +1,7 @@
 """The parts of a run, each made from the config: model, adapter, optimizer, arguments of the trainer."""
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from halfbyte.checkpoint.load_part import load_part
 from halfbyte.lora import fuse
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.parallel import synchronize, together
-from halfbyte.parallel.deepspeed import client_config, read_deepspeed_config, tell_deepspeed
+from halfbyte.parallel.agree import world_size
+from halfbyte.parallel.deepspeed import client_config, dtype_of, read_deepspeed_config, spread, stage_of
 from halfbyte.parallel.launch import rank
 from halfbyte.parallel.mesh import TENSOR, tensor_mesh
 from halfbyte.train import merge_aware
 from halfbyte.train.config import OptimizerName, TrainConfig
 from halfbyte.train.engine import Engine
+from halfbyte.train.fsdp import shard
 from halfbyte.train.preflight import check_targets
 from halfbyte.train.tensor_parallel import cut
 
@@ -60,12 +63,18 @@ def build_model(config: TrainConfig, folder: Path) -> tuple[Any, Engine | None]:
     device = pick_device(config)
     if config.tensor_parallel_size > 1:
         return build_cut(config, folder, device)
+    zero = read_deepspeed_config(config.deepspeed) if config.deepspeed else {}
+    sharded = config.fsdp or stage_of(zero) == 3 and world_size() > 1
+    first = torch.device("cpu") if sharded else device  # the whole base need not fit a GPU that gets a part
     with together("Loading the base", timeout=LOAD_TIMEOUT_S):
-        base = load_base(config, folder, device if rank() == 0 else torch.device("meta"))
+        base = load_base(config, folder, first if rank() == 0 else torch.device("meta"))
         model = attach_adapter(config, base, folder)
-    synchronize(model, device=device)
+    if config.fsdp:
+        return shard(config, model, device)
     if config.deepspeed:
-        tell_deepspeed(model, read_deepspeed_config(config.deepspeed))
+        spread(model, zero, engine_dtype(config, zero), device=device, timeout=LOAD_TIMEOUT_S)
+        return model, None
+    synchronize(model, device=device)
     return model, None
 
 
@@ -134,6 +143,13 @@ def optimizer_cls_and_kwargs(config: TrainConfig) -> tuple[type[torch.optim.Opti
     return getattr(importlib.import_module(module), name), {**arguments, **extra}
 
 
+def engine_dtype(config: TrainConfig, zero: dict[str, Any]) -> torch.dtype | None:
+    """What the engine casts floating parameters to: what its config says, else what the run says."""
+    if any(zero.get(key, {}).get("enabled", "auto") != "auto" for key in ("bf16", "fp16")):
+        return dtype_of(zero)
+    return torch.bfloat16 if use_bf16(config, pick_device(config)) else None
+
+
 def deepspeed_config(path: str) -> dict[str, Any]:
     """A DeepSpeed config with what the run itself says filled in by `Trainer`, where the file leaves it open."""
     found = client_config(read_deepspeed_config(path))
@@ -142,6 +158,22 @@ def deepspeed_config(path: str) -> dict[str, Any]:
     if not found.keys() & {"bf16", "fp16"}:
         auto["bf16"] = {"enabled": "auto"}
     return {**auto, **found}
+
+
+def deepspeed_on_cpus() -> dict[str, Any]:
+    """Accelerate's state for a launch of CPU processes under DeepSpeed, to be used as it is.
+
+    `Trainer` would leave the backend to Accelerate, which then looks for GPUs and takes each process for the only one.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run in this process, as Trainer does
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as Trainer does, for these lines
+    try:
+        PartialState(backend="gloo")
+    finally:
+        del os.environ["ACCELERATE_USE_DEEPSPEED"]
+    return {"use_configured_state": True}
 
 
 def trainer_arguments(config: TrainConfig, *, evaluates: bool, resuming: bool) -> Any:
@@ -172,6 +204,7 @@ def trainer_arguments(config: TrainConfig, *, evaluates: bool, resuming: bool) -
         bf16=use_bf16(config, device),
         use_cpu=device.type == "cpu" and not config.deepspeed,  # Accelerate would leave DeepSpeed out
         deepspeed=deepspeed_config(config.deepspeed) if config.deepspeed else None,
+        accelerator_config=deepspeed_on_cpus() if config.deepspeed and device.type == "cpu" else None,
         seed=config.seed,
         data_seed=config.seed,
         logging_steps=config.logging_steps,

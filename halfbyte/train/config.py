@@ -44,6 +44,28 @@ KNOWN_ELSEWHERE = {
     "flash_attention": "attn_implementation",
 }
 
+# Keys of Accelerate's and Axolotl's fsdp_config that have nothing to say here -> why.
+FSDP1 = "it is a setting of FSDP 1, and this is FSDP 2"
+FSDP_UNNEEDED = {
+    "sharding_strategy": f"{FSDP1}; use reshard_after_forward, and dp_replicate_size in the place of hybrid",
+    "use_orig_params": FSDP1,
+    "sync_module_states": f"{FSDP1}; rank 0 alone reads the weights, always",
+    "forward_prefetch": FSDP1,
+    "backward_prefetch": FSDP1,
+    "backward_prefetch_policy": FSDP1,
+    "limit_all_gathers": FSDP1,
+    "min_num_params": FSDP1,
+    "cpu_offload": "it is called offload_params",
+    "version": "it is 2",
+    "auto_wrap_policy": "the model's own blocks are gathered one at a time",
+    "transformer_layer_cls_to_wrap": "the model's own blocks are gathered one at a time",
+    "cpu_ram_efficient_loading": "rank 0 alone reads the weights, always",
+    "state_dict_type": "checkpoints are sharded and the adapter is written whole, always",
+    "activation_checkpointing": "use gradient_checkpointing",
+    "mixed_precision_policy": "use bf16",
+}
+FSDP_SPELLINGS = {"offload": "offload_params: true", "shard_grad_op": "reshard_after_forward: false"}
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(
@@ -64,6 +86,24 @@ class DatasetConfig(_Strict):
     """Column of the chat messages."""
     field: str = "text"
     """Column of the plain text."""
+
+
+class FsdpConfig(_Strict):
+    """How FSDP2 shards; the names are Accelerate's and Axolotl's."""
+
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights between forward and backward, and gather them twice; false keeps them."""
+    offload_params: bool = False
+    """Keep shards, gradients and optimizer states in CPU memory."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _for_fsdp2(cls, values: Any) -> Any:
+        for key in values if isinstance(values, Mapping) else ():
+            name = str(key).removeprefix("fsdp_")
+            if name in FSDP_UNNEEDED:
+                raise ValueError(f"fsdp_config: remove {key}: {FSDP_UNNEEDED[name]}")
+        return values
 
 
 class TrainConfig(_Strict):
@@ -142,6 +182,15 @@ class TrainConfig(_Strict):
     deepspeed: str | None = None
     """A DeepSpeed config (JSON) for a launch of several processes: ZeRO-1, 2 or 3. DDP if unset."""
 
+    fsdp: bool = False
+    """Shard base, adapter and optimizer states over the processes of a launch, with FSDP2."""
+    fsdp_config: FsdpConfig = FsdpConfig()
+    """reshard_after_forward (false: gathered blocks stay until backward); offload_params (true: to CPU memory)."""
+    fsdp_version: int = 2
+    """FSDP 1 is refused."""
+    dp_replicate_size: int = Field(default=1, gt=0)
+    """Groups of processes that each hold the whole model, sharded inside the group by fsdp (HSDP)."""
+
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Processes that share one copy of the model, each layer cut over them; a launch has a multiple of them."""
 
@@ -175,6 +224,27 @@ class TrainConfig(_Strict):
         if not isinstance(items, list | tuple):
             return value
         return [{"path": item} if isinstance(item, str) else item for item in items]
+
+    @field_validator("fsdp", mode="before")
+    @classmethod
+    def _fsdp_is_on_or_off(cls, value: Any) -> Any:
+        words = value.split() if isinstance(value, str) else value
+        if not isinstance(words, list) or not words or words == [""]:
+            return value or False
+        config = ", ".join(FSDP_SPELLINGS[word] for word in words if word in FSDP_SPELLINGS)
+        hybrid = ", and dp_replicate_size: N" if any("hybrid" in str(word) for word in words) else ""
+        raise ValueError(
+            f"fsdp is {value!r}, which is how FSDP 1 was written; write fsdp: true"
+            + (f", and fsdp_config: {{{config}}}" if config else "")
+            + hybrid
+        )
+
+    @field_validator("fsdp_version")
+    @classmethod
+    def _fsdp_is_2(cls, value: int) -> int:
+        if value != 2:
+            raise ValueError(f"fsdp_version is {value}, which cannot shard a packed base; remove it, for FSDP 2")
+        return value
 
     @field_validator("peft_init_lora_weights", mode="before")
     @classmethod
@@ -222,19 +292,31 @@ class TrainConfig(_Strict):
             raise ValueError(
                 "val_set_size and test_datasets are both set; held-out data can come from one of them only"
             )
-        spread = "deepspeed" if self.deepspeed else "tensor_parallel_size" if self.tensor_parallel_size > 1 else None
+        engines = {
+            "deepspeed": bool(self.deepspeed),
+            "fsdp": self.fsdp,
+            "tensor_parallel_size": self.tensor_parallel_size > 1,
+        }
+        spread = [name for name, asked in engines.items() if asked]
+        if len(spread) > 1:
+            raise ValueError(f"{' and '.join(spread)} are set; a run uses one of them")
+        if not self.fsdp and (self.dp_replicate_size > 1 or self.fsdp_config != FsdpConfig()):
+            raise ValueError("dp_replicate_size or fsdp_config is set, but fsdp is not; set fsdp: true, or remove it")
         if self.sample_prompts and spread:
             raise ValueError(
-                f"sample_prompts and {spread} are both set, but no process of such a run is sure to hold the whole "
+                f"sample_prompts and {spread[0]} are both set, but no process of such a run is sure to hold the whole "
                 "model to answer with; remove sample_prompts"
             )
         if self.eval_steps and not (self.val_set_size or self.test_datasets):
             raise ValueError("eval_steps is set, but there is no held-out data; set val_set_size or test_datasets too")
-        if self.deepspeed and self.tensor_parallel_size > 1:
-            raise ValueError(
-                f"deepspeed and tensor_parallel_size {self.tensor_parallel_size} are both set; a run uses one of them"
-            )
         return self
+
+
+PARENTS: dict[str, type[BaseModel]] = {
+    "datasets": DatasetConfig,
+    "test_datasets": DatasetConfig,
+    "fsdp_config": FsdpConfig,
+}
 
 
 def build_config(values: Mapping[str, Any], *, source: str = "config") -> TrainConfig:
@@ -301,7 +383,8 @@ def config_help() -> str:
     """One line per key: name, default, meaning. For `halfbyte train --help`."""
     lines = []
     for name, field in TrainConfig.model_fields.items():
-        default = "required" if field.is_required() else yaml.safe_dump(field.default, default_flow_style=True)
+        value = field.default.model_dump() if isinstance(field.default, BaseModel) else field.default
+        default = "required" if field.is_required() else yaml.safe_dump(value, default_flow_style=True)
         default = default.split("\n")[0]
         lines.append(f"{name} ({default}): {field.description}")
     return "\n".join(lines)
@@ -323,7 +406,7 @@ def _sentence(error: ValidationError) -> str:
     key, items = next(iter(complaints.items()))
     more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
     if items[0]["type"] == "extra_forbidden":
-        model = DatasetConfig if key.startswith(("datasets.", "test_datasets.")) else TrainConfig
+        model = PARENTS[key.split(".")[0]] if "." in key else TrainConfig
         nearest = nearest_key(key.rpartition(".")[2], model.model_fields)
         return f"unknown key {key!r}" + (f"; did you mean {nearest!r}?" if nearest else "") + more
     if items[0]["type"] == "missing":

@@ -6,35 +6,34 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from halfbyte.checkpoint.detect import detect, read_config
 from halfbyte.checkpoint.hub import local_folder
 from halfbyte.checkpoint.load import load_model
 from halfbyte.nvfp4.linear import NVFP4Linear
 from halfbyte.parallel.agree import world_size
 from halfbyte.parallel.deepspeed import check_config, read_deepspeed_config
-from halfbyte.parallel.mesh import check_degree
+from halfbyte.parallel.fsdp2 import check_torch, transformer_blocks
+from halfbyte.parallel.mesh import check_degree, check_replicas
 from halfbyte.parallel.tp_plan import check as check_plan
 from halfbyte.parallel.tp_plan import plan_of
 from halfbyte.train.config import TrainConfig
 
 
 def check_launch() -> None:
-    """ValueError for a launch whose settings `Trainer` would follow into what is not tested here: FSDP, 1 or 2."""
+    """ValueError for a launch whose settings `Trainer` would follow into what is not tested here: Accelerate's FSDP."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         version = os.environ.get("FSDP_VERSION", "1")
         raise ValueError(
-            f"the launch asks for FSDP {version}, which `halfbyte train` does not run; launch without --use_fsdp, "
-            "and set deepspeed to a ZeRO-3 config to shard the base, or call halfbyte.parallel.fsdp2 in your own script"
+            f"the launch asks for FSDP {version} through Accelerate, which `halfbyte train` does not run; launch "
+            "without --use_fsdp, and set fsdp: true"
         )
 
 
-def check_deepspeed(path: str, device: torch.device) -> None:
+def check_deepspeed(path: str) -> None:
     """See that DeepSpeed can be used as its config says.
 
     raises   FileNotFoundError or ValueError for the file, ImportError without the package, ValueError outside of a
-             launch, and on several CPUs: Accelerate, which runs it for `Trainer`, knows DeepSpeed on GPUs only.
+             launch.
     """
     check_config(read_deepspeed_config(path))
     if importlib.util.find_spec("deepspeed") is None:
@@ -44,11 +43,23 @@ def check_deepspeed(path: str, device: torch.device) -> None:
             f"deepspeed is set to {path}, but this process is not part of a launch; start it with: "
             "torchrun --nproc-per-node N -m halfbyte train ..."
         )
-    if device.type == "cpu" and world_size() > 1:
+
+
+def check_fsdp(model: Any, replicas: int) -> None:
+    """See that a model can be sharded over this launch.
+
+    model    on the meta device.
+    raises   RuntimeError for a torch that is too old; ValueError for one process, for a number of processes that does
+             not divide into `replicas` groups, and for a model that names no blocks.
+    """
+    check_torch()
+    if world_size() == 1:
         raise ValueError(
-            f"deepspeed is set to {path}, but several CPU processes cannot share a run through Accelerate; remove it "
-            "to train with DDP, or call deepspeed.initialize in a script of your own (docs/engines.md)"
+            "fsdp is set, but this is one process; start several with torchrun --nproc-per-node N -m halfbyte train "
+            "..., or remove fsdp (a checkpoint that FSDP has written goes on without it)"
         )
+    check_replicas(replicas, world_size())
+    transformer_blocks(model)
 
 
 def check_tensor_parallel(folder: Path, degree: int) -> None:

@@ -27,6 +27,7 @@ from halfbyte.checkpoint.sidecar import read_record
 from halfbyte.lora import metadata, start_step
 from halfbyte.lora.names import adapted_layers
 from halfbyte.parallel.agree import together, world_size
+from halfbyte.parallel.deepspeed import read_deepspeed_config, stage_of
 from halfbyte.parallel.gather import describe_adapter as describe_sharded
 from halfbyte.parallel.gather import gather_trainable
 from halfbyte.parallel.launch import process_group, rank
@@ -39,6 +40,7 @@ from halfbyte.train.files import ADAPTER, BASE, CONFIG, MEMORY, SAMPLES, VERSION
 from halfbyte.train.memory import MemoryByKind
 from halfbyte.train.packing import check_packing
 from halfbyte.train.samples import Samples
+from halfbyte.train.states import check_states, load_shards, writer_of
 
 SCHEDULER = "scheduler.pt"  # Trainer's name
 PREPARE_TIMEOUT_S = 3600.0  # ranks wait this long for each other; reading a large data set takes a while
@@ -81,6 +83,7 @@ def train_on_this_rank(config: TrainConfig, until_done: ExitStack) -> RunResult:
         run = run_identity(config, data)
         if checkpoint is not None:
             resume.check_same_run(checkpoint, run)
+            check_states(checkpoint, config, world_size())
     if rank() == 0:
         print(data.summary(), flush=True)
 
@@ -125,16 +128,18 @@ def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
     """Everything that needs no weight: (data, base folder, tokenizer), or the error a user can mend."""
     from halfbyte.checkpoint.skeleton import Skeleton
 
-    device = build.pick_device(config)
+    build.pick_device(config)
     preflight.check_launch()
     if config.deepspeed:
-        preflight.check_deepspeed(config.deepspeed, device)
+        preflight.check_deepspeed(config.deepspeed)
     preflight.check_report_to(config.report_to)
     folder = preflight.base_folder(config)
     preflight.check_sequence_len(folder, config.sequence_len)
     skeleton = Skeleton.from_folder(folder).model
     preflight.check_targets(skeleton, config)
     preflight.check_tensor_parallel(folder, config.tensor_parallel_size)
+    if config.fsdp:
+        preflight.check_fsdp(skeleton, config.dp_replicate_size)
     tokenizer = preflight.load_tokenizer(folder)
     data = load_data(config, tokenizer)
     if rank() == 0:  # one rank: another's test file would make the folder look used
@@ -149,6 +154,8 @@ def run_identity(config: TrainConfig, data: Data) -> dict[str, Any]:
     same = {key: getattr(config, key) for key in ("sample_packing", "seed", "optimizer")}
     if config.tensor_parallel_size > 1:
         same["tensor_parallel_size"] = config.tensor_parallel_size
+    if config.deepspeed:
+        same["ZeRO stage"] = stage_of(read_deepspeed_config(config.deepspeed))
     same |= merge_aware.identity(config)
     return {"training data": data.fingerprint()[:16], "examples per step": per_step, **same}
 
@@ -255,6 +262,10 @@ class Trainer(SFTTrainer):
             self.accelerator = EngineAccelerator(self._engine, **options)
             self.gather_function = self.accelerator.gather_for_metrics
 
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        if self._engine is None:  # an engine has placed it, perhaps on both
+            super()._move_model_to_device(model, device)
+
     def get_total_train_batch_size(self, args: Any) -> int:
         """Examples per optimizer step, over all ranks that get different ones."""
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
@@ -300,10 +311,13 @@ class Trainer(SFTTrainer):
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._engine is None or checkpoint is None:
+        if checkpoint is None or self._engine is None and writer_of(Path(checkpoint)) != "FSDP2":
             return super()._load_optimizer_and_scheduler(checkpoint)
         assert self.optimizer is not None and self.lr_scheduler is not None
-        self._engine.load_optimizer(self.optimizer, Path(checkpoint))
+        if self._engine is None:
+            load_shards(Path(checkpoint), self.model, self.optimizer)  # type: ignore[arg-type]  # optional there
+        else:
+            self._engine.load_optimizer(self.optimizer, Path(checkpoint))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

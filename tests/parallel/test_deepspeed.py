@@ -1,7 +1,7 @@
-"""LoRA on a packed base under DeepSpeed ZeRO-1, 2 and 3, compared with one process on the same micro-batches.
+"""What DeepSpeed ZeRO does with a packed base: offload, casts, partitions, saving, refusals.
 
-They must agree as under DDP: the stages differ in who holds which state, not in what is computed; the optimizer works
-element by element on flat fp32 partitions.
+Compared with one process on the same micro-batches: the stages differ in who holds which state, not in what is
+computed. test_matrix.py has every stage with every mode and optimizer.
 """
 
 import subprocess
@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
 
-from halfbyte.lora.merge_aware import merge_aware_layers
 from halfbyte.nvfp4.convert import nvfp4_modules
+from halfbyte.parallel import zero3
 from halfbyte.parallel.deepspeed import check_config, prepare_for_deepspeed, read_deepspeed_config
+from halfbyte.parallel.digests import tensor_digest
+from halfbyte.parallel.fsdp2 import transformer_blocks
 from halfbyte.parallel.gather import gather_trainable, save_adapter
 from tests.dist import run
 from tests.parallel import zero
@@ -38,39 +39,17 @@ def built() -> None:
         subprocess.run([sys.executable, "-m", "tests.parallel.build_deepspeed_op"], check=True, timeout=1100)
 
 
-def compare(case: Case, stage: int, options: dict[str, Any]) -> tuple[float, float, bool]:
-    """Error of the adapter; share of merged codes that differ; whether the base's bytes are as they were."""
+def compare(case: Case, stage: int, options: dict[str, Any]) -> tuple[float, bool]:
+    """Error of the adapter; whether the base's bytes are as they were."""
     model = make(case, dist.get_rank())
     expected = one_process(case, dist.get_world_size()).adapter
     settings = prepare_for_deepspeed(model, zero.config(stage, **options))
-    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.dtype == torch.uint8}
     engine = zero.initialize(model, settings)
     zero.take_steps(engine)
-    found, after = gather_trainable(engine.module), zero.whole_base(engine.module)
-    flips = flipped_codes(case, found, expected) if "merge-aware" in case.mode else 0.0
-    return error(found, expected), flips, all(torch.equal(after[n], t) for n, t in before.items())
-
-
-def flipped_codes(case: Case, found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Share of the merged weight's bytes in which two adapters differ."""
-    merged = []
-    for adapter in (found, expected):
-        model = make(case)
-        model.load_state_dict(adapter, strict=False)
-        merged.append([layer.merged_weight().qdata for layer in merge_aware_layers(model).values()])
-    pairs = list(zip(*merged, strict=True))
-    return sum((a != b).sum().item() for a, b in pairs) / sum(a.numel() for a, _ in pairs)
-
-
-@pytest.mark.parametrize("mode", ["plain", "dynamic", "merge-aware", "merge-aware dynamic"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_ranks_equal_one_process(stage: int, mode: str) -> None:
-    """A last-bit difference of a factor can move a merged weight across its threshold, and that code counts in later
-    gradients: of the final codes up to 1 in 1,000 may differ, and a merge-aware adapter need agree to 1e-3 only."""
-    for adapter, flips, intact in run(2, compare, Case(mode=mode), stage, {}, timeout=TIMEOUT):
-        assert intact
-        assert flips < 1e-3
-        assert adapter < (1e-3 if "merge-aware" in mode else 1e-5)
+    before = {n: p for n, p in make(case).named_parameters() if p.dtype == torch.uint8}
+    after = zero.whole_base(engine.module)
+    intact = all(torch.equal(after[n], t) for n, t in before.items())
+    return error(gather_trainable(engine.module), expected), intact
 
 
 OFFLOAD = {"device": "cpu", "pin_memory": False}
@@ -78,16 +57,85 @@ OFFLOAD = {"device": "cpu", "pin_memory": False}
 
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [(2, {"offload_optimizer": OFFLOAD}), (3, {"offload_optimizer": OFFLOAD, "offload_param": OFFLOAD})],
+    [
+        (1, {"offload_optimizer": OFFLOAD}),
+        (2, {"offload_optimizer": OFFLOAD}),
+        (3, {"offload_optimizer": OFFLOAD, "offload_param": OFFLOAD}),
+    ],
 )
 def test_offload(stage: int, options: dict[str, Any]) -> None:
-    for adapter, _, intact in run(2, compare, Case(on_meta=True), stage, options, timeout=TIMEOUT):
+    for adapter, intact in run(2, compare, Case(on_meta=True), stage, options, timeout=TIMEOUT):
         assert adapter < 1e-5 and intact
+
+
+@pytest.mark.parametrize(
+    ("stage", "case"),
+    [
+        (1, Case(checkpointing=False)),
+        (2, Case(checkpointing=False)),
+        (3, Case(checkpointing=False)),
+        (3, Case(checkpointing=True)),
+        (3, Case(checkpointing=False, mode="merge-aware dynamic")),
+    ],
+    ids=["1", "2", "3", "3, reentrant", "3, merge-aware dynamic"],
+)
+def test_gradient_checkpointing(stage: int, case: Case) -> None:
+    """Recomputed in backward, of which stage 3 gathers the parameters once more."""
+    for adapter, intact in run(2, compare, case, stage, {}, timeout=TIMEOUT):
+        assert adapter < (1e-5 if case.mode == "plain" else 1e-3) and intact
 
 
 def test_four_ranks() -> None:
-    for adapter, _, intact in run(4, compare, Case(on_meta=True, differently_seeded=True), 3, {}, timeout=TIMEOUT):
+    for adapter, intact in run(4, compare, Case(on_meta=True, differently_seeded=True), 3, {}, timeout=TIMEOUT):
         assert adapter < 1e-5 and intact
+
+
+def partitioned_blocks() -> list[tuple[set[str], set[int]]]:
+    """After each block: devices of the next block's parameters on this rank, and how many values of this one's it holds
+    outside of its parts."""
+    model = make(Case(on_meta=True), dist.get_rank())
+    holders, blocks = zero3.holders_of(model), transformer_blocks(model)
+    settings = zero3.init_config(zero.config(3))
+    zero3.start_deepspeed()
+    found = []
+    for block, following in zip(blocks, [*blocks[1:], model.get_output_embeddings()], strict=True):
+        zero3.partition(block, holders, settings)
+        found.append(({p.device.type for p in following.parameters()}, {p.numel() for p in block.parameters()}))
+    return found
+
+
+def test_stage_3_loads_a_block_at_a_time() -> None:
+    """A rank without weights gets memory for a block when it is that block's turn, and keeps its parts of it alone."""
+    zero_, one = run(2, partitioned_blocks, timeout=TIMEOUT)
+    assert zero_ == [({"cpu"}, {0})] * 2
+    assert one == [({"meta"}, {0})] * 2
+
+
+def damaged_part() -> tuple[str, str]:
+    model = make(Case(), dist.get_rank())
+    expected = {name: tensor_digest(p) for name, p in model.named_parameters()}
+    settings = prepare_for_deepspeed(model, zero.config(3))
+    assert settings["zero_optimization"]["stage"] == 3
+    if dist.get_rank() == 1:
+        next(p for p in model.parameters() if p.dtype == torch.uint8).ds_tensor[0] ^= 1
+    return text_of_error(zero3.compare_parts, model, expected, 60.0)
+
+
+def test_damage_on_the_way_is_found() -> None:
+    zero_, one = run(2, damaged_part, timeout=TIMEOUT)
+    assert zero_ == one and "q_proj.base_layer.qdata and 0 more" in zero_[1]
+
+
+def different_models() -> tuple[str, str]:
+    model = make(Case(), dist.get_rank())
+    if dist.get_rank() == 1:
+        next(iter(nvfp4_modules(model).values())).dtype = torch.bfloat16
+    return text_of_error(prepare_for_deepspeed, model, zero.config(3))
+
+
+def test_stage_3_compares_the_ranks_before_it_partitions() -> None:
+    zero_, one = run(2, different_models, timeout=TIMEOUT)
+    assert zero_ == one and zero_[0] == "ValueError" and "rank 1, " in zero_[1]
 
 
 def cast_and_save(stage: int, folder: str) -> tuple[dict[str, float], bool, float]:
@@ -97,6 +145,8 @@ def cast_and_save(stage: int, folder: str) -> tuple[dict[str, float], bool, floa
         layer.global_scale.copy_(torch.tensor([1.0012345]).view(torch.uint8))  # bf16 would round it
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.dtype == torch.uint8}
     settings = prepare_for_deepspeed(model, zero.config(stage) | {"bf16": {"enabled": True}})
+    floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    assert stage < 3 or floats == {torch.bfloat16}
     engine = zero.initialize(model, settings)
     engine.backward(1e-6 * loss_of(engine, batch(0, dist.get_rank())))
     engine.step()
@@ -111,7 +161,7 @@ def cast_and_save(stage: int, folder: str) -> tuple[dict[str, float], bool, floa
     )
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_cast_step_and_save(stage: int, tmp_path: Path) -> None:
     (live, intact, share), (_, other, _) = run(2, cast_and_save, stage, str(tmp_path), timeout=TIMEOUT)
     assert intact and other

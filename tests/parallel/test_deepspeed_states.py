@@ -18,7 +18,7 @@ from halfbyte.parallel.gather import gather_trainable
 from tests.dist import run
 from tests.parallel import zero
 from tests.parallel.test_deepspeed import TIMEOUT, built  # noqa: F401 - the fixture that compiles the op
-from tests.parallel.training import STEPS, Case, error, make, one_process
+from tests.parallel.training import STEPS, Case, error, forward_backward, make, one_process
 
 pytestmark = pytest.mark.timeout(1200)  # the first test waits for a compiler
 SAVED_AT = 2
@@ -75,3 +75,46 @@ def test_resumed_equals_uninterrupted(stage: int, name: str, tmp_path: Path) -> 
     assert distance < {"AdamW": 1e-5, "AdamW4bit": 0.5}.get(name, 0.1)  # of AdamW's adapter, after five steps
     for resumed in run(2, load_and_go_on, name, stage, str(tmp_path), timeout=TIMEOUT):
         assert error(resumed, end) == 0
+
+
+def load_elsewhere(folder: str) -> str:
+    engine = start("AdamW8bit", 3)
+    try:
+        engine.load_checkpoint(folder, load_module_strict=False)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_another_number_of_ranks_is_deepspeeds_error(tmp_path: Path) -> None:
+    """Its stages 1 to 3 load on the number of ranks that saved; `halfbyte train` says so before loading weights."""
+    run(2, save_in_the_middle, "AdamW8bit", 3, str(tmp_path), timeout=TIMEOUT)
+    assert "world size" in run(1, load_elsewhere, str(tmp_path), timeout=TIMEOUT)[0].lower()
+
+
+def train_in_full(stage: int) -> float:
+    """A dense model whose every parameter is trained with 8-bit states; distance from one process after three steps."""
+    case = Case(packed=False)
+    model, alone = make(case, dist.get_rank()).requires_grad_(True), make(case).requires_grad_(True)
+    optimizer = make_low_bit(list(alone.parameters()))
+    engine = zero.initialize(model, prepare_for_deepspeed(model, zero.config(stage)), make_low_bit)
+    zero.take_steps(engine, range(3))
+    for step in range(3):
+        for part in range(2):
+            forward_backward(case, alone, step, part, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: p.detach() for name, p in alone.named_parameters()}
+    found = gather_trainable(engine.module)
+    return max((found[n] - e).abs().max().item() for n, e in expected.items())
+
+
+def make_low_bit(parameters: list) -> torch.optim.Optimizer:
+    return halfbyte.optim.AdamW8bit(parameters, lr=1e-2, min_quant_numel=0, block_size=32)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+def test_full_precision_parameters(stage: int) -> None:
+    """Three steps of at most about lr each: a state that was cut elsewhere or lost would differ by that much."""
+    for distance in run(2, train_in_full, stage, timeout=TIMEOUT):
+        assert distance < 1e-3

@@ -4,14 +4,17 @@
 reads from an accelerator. benchmarks/fsdp2.py goes through `Accelerator` itself on GPUs.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from halfbyte.parallel.gather import save_adapter
 from tests.dist import run
 from tests.parallel.models import batch, loss_of
+from tests.parallel.test_agree import text_of_error
 from tests.parallel.test_fsdp2 import gathered
 from tests.parallel.training import STEPS, Case, error, make, one_process
 
@@ -74,3 +77,19 @@ def test_mixed_precision_leaves_the_base() -> None:
     """bf16 compute: far from fp32's adapter after AdamW steps, but no byte of the base has moved."""
     for _, _, unchanged in run(2, prepared, "plain", True, "bf16"):
         assert unchanged
+
+
+def merge_aware_in_bf16(folder: str) -> tuple[str, str]:
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    model = fsdp2_prepare_model(accelerator_like(False, "bf16"), make(Case(mode="merge-aware")))
+    loss_of(model, batch(0, dist.get_rank())).backward()
+    return text_of_error(save_adapter, model, folder)
+
+
+def test_factors_that_its_policy_casts_are_refused_under_merge_aware(tmp_path: Path) -> None:
+    """It trains W' from bf16 factors; the fp32 ones that would be saved merge to another weight."""
+    zero, one = run(2, merge_aware_in_bf16, str(tmp_path / "adapter"))
+    assert zero == one and zero[0] == "ValueError"
+    assert "trained from factors cast to torch.bfloat16" in zero[1] and "halfbyte.parallel.fsdp2" in zero[1]
+    assert not (tmp_path / "adapter").exists()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import halfbyte.optim
+from halfbyte.parallel import ddp
 from halfbyte.parallel.fsdp2 import fsdp2
 from halfbyte.parallel.mesh import data_mesh
 from halfbyte.parallel.sharded_checkpoint import load_sharded, save_sharded
@@ -95,23 +96,36 @@ def test_saved_on_two_loaded_on_two_and_four(name: str, tmp_path: Path) -> None:
     assert error(resumed, end) < (1e-5 if name == "AdamW" else 0.2)
 
 
-def load_on_one_process(name: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The same checkpoint in a plain model that nothing shards."""
+def load_unsharded(name: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The same checkpoint in a plain model that nothing shards: one process, or DDP."""
     model = make(Case())
+    trained = ddp(model) if dist.get_world_size() > 1 else model
     optimizer = make_optimizer(name, model)
-    step = int(load_sharded(folder, model, optimizer, step=torch.tensor(0))["step"])
+    step = int(load_sharded(folder, trained, optimizer, step=torch.tensor(0))["step"])
     at_load = trainable(model)
-    take_steps(model, optimizer, range(step, STEPS))
+    take_steps(trained, optimizer, range(step, STEPS))
     return at_load, trainable(model)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
-def test_saved_on_two_loaded_by_one_process(name: str, tmp_path: Path) -> None:
+def test_saved_on_two_loaded_by_one_process_and_by_ddp(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "step")
     at_save, end, _ = run(2, save_in_the_middle, name, folder)[0]
-    ((at_load, resumed),) = run(1, load_on_one_process, name, folder)
-    assert error(at_load, at_save) == 0
-    assert error(resumed, end) < (1e-5 if name == "AdamW" else 0.2)
+    for ranks in (1, 2):
+        at_load, resumed = run(ranks, load_unsharded, name, folder)[0]
+        assert error(at_load, at_save) == 0
+        assert error(resumed, end) < (1e-5 if name == "AdamW" else 0.2)
+
+
+def test_a_kill_between_two_renames_leaves_the_older_folder(tmp_path: Path) -> None:
+    """What is there then: the older folder, renamed, and the newer one, complete but still in staging."""
+    folder = tmp_path / "step"
+    at_save, _, _ = run(2, save_in_the_middle, "AdamW", str(folder))[0]
+    folder.rename(tmp_path / "step.replaced")
+    for at_load, _, step in run(2, load_and_go_on, "AdamW", str(folder)):
+        assert step == SAVED_AT and error(at_load, at_save) == 0
+    run(2, save_in_the_middle, "AdamW", str(folder))
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
 
 
 class Unwritable:

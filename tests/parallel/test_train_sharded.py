@@ -36,9 +36,10 @@ def settings(tmp_path_factory) -> dict[str, Any]:
     }
 
 
-def train_rank(settings: dict[str, Any], output_dir: str, stage: int | None, **changes: Any) -> str:
+def train_rank(settings: dict[str, Any], output_dir: str, stage: int | None, changes: dict[str, Any]) -> str:
     """One run on this rank; returns the error, if it was refused."""
     values = {**settings, "output_dir": output_dir}
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     if stage is not None:
         os.environ |= zero.environment()
         path = Path(output_dir).parent / f"zero{stage}.json"
@@ -47,42 +48,57 @@ def train_rank(settings: dict[str, Any], output_dir: str, stage: int | None, **c
         dist.barrier()
         values["deepspeed"] = str(path)
     try:
-        train(build_config(values | {"gradient_accumulation_steps": EXAMPLES_PER_STEP} | changes))
-    except ValueError as refused:
+        train(build_config(values | {"gradient_accumulation_steps": EXAMPLES_PER_STEP // ranks} | changes))
+    except (ValueError, RuntimeError, OSError) as refused:
         return str(refused)
     return ""
 
 
-def train_and_resume(settings: dict[str, Any], folder: str, stage: int) -> None:
-    assert train_rank(settings, f"{folder}/whole", stage) == ""
-    checkpoint = f"{folder}/whole/checkpoint-2"
-    assert train_rank(settings, f"{folder}/resumed", stage, resume_from_checkpoint=checkpoint) == ""
+@pytest.fixture(scope="module")
+def alone(settings, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    assert train_rank(settings, str(folder), None, {}) == ""
+    return folder
+
+
+def train_and_resume(settings: dict[str, Any], folder: str, stage: int) -> list[str]:
+    checkpoint = {"resume_from_checkpoint": f"{folder}/whole/checkpoint-2"}
+    return [
+        train_rank(settings, f"{folder}/whole", stage, {}),
+        train_rank(settings, f"{folder}/resumed", stage, checkpoint),
+    ]
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
-def test_equals_a_run_without_deepspeed_and_resumes(stage: int, settings, tmp_path) -> None:
-    """One rank: on a CPU, Accelerate knows no more."""
-    alone, whole, resumed = tmp_path / "alone", tmp_path / "whole", tmp_path / "resumed"
-    assert train_rank(settings, str(alone), None) == ""
-    run(1, train_and_resume, settings, str(tmp_path), stage, timeout=TIMEOUT)
+def test_two_ranks_equal_a_run_without_deepspeed_and_resume(stage: int, alone, settings, tmp_path) -> None:
+    """Accelerate finds DeepSpeed on CPUs by the state that train/build.py makes for it."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert run(2, train_and_resume, settings, str(tmp_path), stage, timeout=TIMEOUT) == [["", ""]] * 2
     assert losses(whole) == pytest.approx(losses(alone), rel=1e-5)
     assert error(adapter_of(whole / "adapter"), adapter_of(alone / "adapter")) < 1e-5
     assert error(adapter_of(resumed / "adapter"), adapter_of(whole / "adapter")) == 0
+    assert all(tensor.numel() for tensor in adapter_of(whole / "checkpoint-2").values())
+    if stage == 3:
+        assert_read_by_the_same_launch_alone(settings, whole / "checkpoint-2")
 
 
-def test_several_cpus_are_refused_before_loading(settings, tmp_path) -> None:
-    zero_, one = run(2, train_rank, settings, str(tmp_path / "out"), 2, timeout=TIMEOUT)
-    assert zero_ == one and "several CPU processes cannot share a run" in zero_
+def assert_read_by_the_same_launch_alone(settings: dict[str, Any], checkpoint: Path) -> None:
+    """Another engine, stage or number of ranks is refused before weights load: no states are silently left out."""
+    wanted = {"resume_from_checkpoint": str(checkpoint)}
+    out = str(checkpoint.parents[1] / "out")
+    assert "written by DeepSpeed" in train_rank(settings, out, None, wanted)
+    assert "ZeRO stage 3, this run has 2" in run(2, train_rank, settings, out, 2, wanted, timeout=TIMEOUT)[0]
+    assert "DeepSpeed wrote it on 2 ranks" in run(1, train_rank, settings, out, 3, wanted, timeout=TIMEOUT)[0]
 
 
 def merge_aware_rank(settings: dict[str, Any], output_dir: str, stage: int) -> str:
-    return train_rank(settings, output_dir, stage, merge_aware=True)
+    return train_rank(settings, output_dir, stage, {"merge_aware": True})
 
 
 def test_merge_aware_under_zero3_records_what_it_trained(settings, tmp_path) -> None:
     """Metadata equal to the unsharded run's: base and merged weights are gathered layer by layer for their digests."""
-    assert train_rank(settings, str(tmp_path / "alone"), None, merge_aware=True) == ""
-    assert run(1, merge_aware_rank, settings, str(tmp_path / "zero"), 3, timeout=TIMEOUT) == [""]
+    assert train_rank(settings, str(tmp_path / "alone"), None, {"merge_aware": True}) == ""
+    assert run(2, merge_aware_rank, settings, str(tmp_path / "zero"), 3, timeout=TIMEOUT) == ["", ""]
     found, expected = (
         json.loads((tmp_path / name / "adapter" / "adapter_config.json").read_text())["halfbyte"]
         for name in ("zero", "alone")
@@ -103,5 +119,5 @@ def test_deepspeed_outside_of_a_launch_is_refused(settings, tmp_path, monkeypatc
 def test_fsdp_launches_are_refused_before_loading(version: str, settings, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", version)
-    text = train_rank(settings, str(tmp_path / "out"), None)
-    assert f"asks for FSDP {version}" in text and "halfbyte.parallel.fsdp2" in text
+    text = train_rank(settings, str(tmp_path / "out"), None, {})
+    assert f"asks for FSDP {version}" in text and "set fsdp: true" in text

@@ -1,6 +1,7 @@
 """One training run, as one process that accumulates and as ranks under DDP; the same micro-batches in both."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,10 +82,16 @@ def forward_backward(case: Case, model: nn.Module, step: int, part: int, weight:
     return loss.item()
 
 
-def one_process(case: Case, world_size: int) -> Trace:
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def one_process(
+    case: Case, world_size: int, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw
+) -> Trace:
     """Accumulate all ranks' micro-batches in one process: what DDP must reproduce."""
     model = make(case)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     trace = Trace([], [], {})
     for step in range(STEPS):
         losses = [

@@ -26,6 +26,7 @@ def environment() -> dict[str, str]:
 
 
 def config(stage: int, **zero: Any) -> dict[str, Any]:
+    os.environ |= environment()  # before anything imports deepspeed
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
@@ -37,7 +38,6 @@ def config(stage: int, **zero: Any) -> dict[str, Any]:
 
 def initialize(model: nn.Module, settings: dict[str, Any], make_optimizer: Any = None) -> Any:
     """deepspeed.initialize with a client optimizer on the trainable parameters; returns the engine."""
-    os.environ |= environment()
     import deepspeed
 
     deepspeed.init_distributed("gloo")
@@ -47,11 +47,16 @@ def initialize(model: nn.Module, settings: dict[str, Any], make_optimizer: Any =
     return engine
 
 
-def take_steps(engine: Any, steps: range = range(STEPS)) -> None:
+def take_steps(engine: Any, steps: range = range(STEPS)) -> list[float]:
+    """This rank's losses."""
+    losses = []
     for step in steps:
         torch.manual_seed(10_000 + 100 * step + dist.get_rank())
-        engine.backward(loss_of(engine, batch(step, dist.get_rank())))
+        loss = loss_of(engine, batch(step, dist.get_rank()))
+        engine.backward(loss)
         engine.step()
+        losses.append(loss.item())
+    return losses
 
 
 def whole_base(model: nn.Module) -> dict[str, Tensor]:
