@@ -44,6 +44,8 @@ def load_model(
     raises  FileNotFoundError; ValueError naming file, key, found and expected, for damage, for keys that the model
             lacks or misses, for a layer that transformers would fuse, and for a folder without NVFP4 weights.
     """
+    from halfbyte.checkpoint.hf_quantizer import SaveRefused
+
     folder = local_folder(path)
     config = read_config(folder)
     format = detect(folder, config)
@@ -67,7 +69,9 @@ def load_model(
             place(skeleton.model, fqn, read_layer(format, shards, weight, skeleton, fqn, device, suspicious))
         if suspicious:
             warnings.warn(f"{folder}: {plausible.summary(suspicious)}", stacklevel=2)
-    return finish(skeleton, folder, device)
+    model = finish(skeleton, folder, device)
+    model.hf_quantizer = SaveRefused()  # type: ignore[assignment]  # transformers sets it so, too
+    return model
 
 
 def dense_message(folder: Path) -> str:

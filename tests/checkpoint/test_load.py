@@ -242,17 +242,35 @@ def test_nvfp4_experts_are_refused_with_the_layers_name(tmp_path: Path, mixtral:
         load_model(folder)
 
 
+def test_save_pretrained_is_refused_but_for_adapters(tmp_path: Path, ours: Path, tokens: torch.Tensor) -> None:
+    """What it would write looks like a checkpoint, and loads with random linears."""
+    from peft import LoraConfig, get_peft_model
+
+    model = load_model(ours)
+    with pytest.raises(ValueError, match=r"no loader knows its layers' raw components.*halfbyte merge BASE ADAPTER"):
+        model.save_pretrained(tmp_path / "raw")
+    assert not any((tmp_path / "raw").iterdir())
+    assert model.generate(tokens[:1], max_new_tokens=2, do_sample=False).shape == (1, tokens.shape[1] + 2)
+    copy.deepcopy(model)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "peft")
+    assert (tmp_path / "peft" / "adapter_model.safetensors").exists()
+    model._hf_peft_config_loaded = True  # as transformers' add_adapter marks it, of which only the adapter is saved
+    assert model.hf_quantizer.get_state_dict_and_metadata(model) == (None, {})
+
+
 def test_refusals_of_folders(tmp_path: Path, dense: Path, ours: Path) -> None:
     with pytest.raises(ValueError, match=r"found a dense model, expected NVFP4 weights.*halfbyte quantize"):
         load_model(dense)
-    load_model(ours).save_pretrained(tmp_path / "raw")
+    raw = {key: value for key, value in load_model(ours).state_dict().items() if key != "lm_head.weight"}
+    shutil.copytree(dense, tmp_path / "raw")
+    save_file(raw, tmp_path / "raw" / "model.safetensors", {"format": "pt"})  # as save_pretrained once wrote it
     with pytest.raises(ValueError, match=r"written by save_pretrained of a model with NVFP4 layers"):
         load_model(tmp_path / "raw")
     with pytest.raises(ValueError, match="found a quantized model"):
         load_dense_model(ours)
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         load_model(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"no-owner/no-model: no such folder here, and the Hub"):
+    with pytest.raises(FileNotFoundError, match=r"no-owner/no-model: no such folder here"):
         load_model("no-owner/no-model")
     with pytest.raises(ValueError, match="dtype is torch.int8"):
         load_model(ours, dtype="int8")
