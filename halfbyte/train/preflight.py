@@ -29,6 +29,17 @@ def check_launch() -> None:
         )
 
 
+def check_parallelism_config() -> None:
+    """ValueError for a launch that lays out the processes itself: `Trainer` would follow it beside the run's config."""
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        degree = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")
+        wanted = f"set tensor_parallel_size: {degree}" if degree != "1" else "see tensor_parallel_size and deepspeed"
+        raise ValueError(
+            "the launch hands over a parallelism config of Accelerate, but `halfbyte train` lays out its processes by "
+            f"the run's config; launch without --use_parallelism_config, and {wanted}"
+        )
+
+
 def check_deepspeed(path: str) -> None:
     """See that DeepSpeed can be used as its config says.
 

@@ -130,6 +130,7 @@ def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
 
     build.pick_device(config)
     preflight.check_launch()
+    preflight.check_parallelism_config()
     if config.deepspeed:
         preflight.check_deepspeed(config.deepspeed)
     preflight.check_report_to(config.report_to)

@@ -183,6 +183,14 @@ def test_refused_before_any_weight_is_loaded(on_two, settings, tmp_path) -> None
     assert "num_key_value_heads is 2, expected a multiple of the 4 ranks" in zero
 
 
+def test_a_layout_of_the_launch_is_refused_with_the_key_to_set(settings, tmp_path, monkeypatch) -> None:
+    """As `accelerate launch --use_parallelism_config --parallelism_config_tp_size 2` hands it over."""
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    text = train_rank(settings, str(tmp_path / "out"), 1)
+    assert "launch without --use_parallelism_config, and set tensor_parallel_size: 2" in text
+
+
 def test_another_degree_does_not_continue_a_run(on_two, settings, tmp_path) -> None:
     changes = {"resume_from_checkpoint": str(on_two / "checkpoint-3")}
     text = train_rank(settings, str(tmp_path / "out"), 1, changes)
