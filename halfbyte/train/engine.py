@@ -5,6 +5,9 @@ An engine says which batches a rank gets, what wraps the model, how gradients ar
 Accelerate's own ParallelismConfig, which knows no tensor parallelism beside DDP, none on a CPU, and asks for DTensors.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +44,20 @@ class Engine(Protocol):
 
     def load_adapter(self, folder: Path) -> None:
         """Put the adapter of a checkpoint, in PEFT's files, into the model; called on all ranks."""
+
+
+@contextmanager
+def without_parallelism_config() -> Iterator[None]:
+    """Hide a launch's parallelism config, which the run follows itself (preflight.py), from Accelerate.
+
+    It would build a mesh of its own from it, deal out batches by that, and refuse CPUs.
+    """
+    asked = os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
+    try:
+        yield
+    finally:
+        if asked is not None:
+            os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = asked
 
 
 class EngineAccelerator(Accelerator):

@@ -29,14 +29,25 @@ def check_launch() -> None:
         )
 
 
-def check_parallelism_config() -> None:
-    """ValueError for a launch that lays out the processes itself: `Trainer` would follow it beside the run's config."""
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        degree = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")
-        wanted = f"set tensor_parallel_size: {degree}" if degree != "1" else "see tensor_parallel_size and deepspeed"
+def check_parallelism_config(degree: int) -> None:
+    """ValueError for a launch with a parallelism config of Accelerate that is not the run's own layout.
+
+    degree   tensor_parallel_size of the run.
+    """
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+        return
+    names = ("TP", "DP_REPLICATE", "DP_SHARD", "CP", "SP")
+    tensor, replicas, *others = (int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names)
+    if tensor != degree:
         raise ValueError(
-            "the launch hands over a parallelism config of Accelerate, but `halfbyte train` lays out its processes by "
-            f"the run's config; launch without --use_parallelism_config, and {wanted}"
+            f"the launch's parallelism config has tp_size {tensor}, but the run has tensor_parallel_size {degree}; "
+            f"set tensor_parallel_size: {tensor}"
+        )
+    if max(others) > 1 or replicas not in (1, world_size() // degree):
+        raise ValueError(
+            f"the launch's parallelism config has dp_replicate, dp_shard, cp, sp sizes {replicas}, "
+            f"{', '.join(map(str, others))}, expected 1, or dp_replicate {world_size() // degree}, the groups of "
+            f"{degree} processes; leave these sizes out of the launch"
         )
 
 

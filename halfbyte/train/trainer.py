@@ -35,7 +35,7 @@ from halfbyte.train import build, callbacks, merge_aware, preflight
 from halfbyte.train.config import TrainConfig, dump_config
 from halfbyte.train.data import Data, load_data
 from halfbyte.train.encode import IGNORED
-from halfbyte.train.engine import Engine, EngineAccelerator
+from halfbyte.train.engine import Engine, EngineAccelerator, without_parallelism_config
 from halfbyte.train.files import ADAPTER, BASE, CONFIG, MEMORY, SAMPLES, VERSIONS
 from halfbyte.train.memory import MemoryByKind
 from halfbyte.train.packing import check_packing
@@ -130,7 +130,7 @@ def prepare(config: TrainConfig, *, resuming: bool) -> tuple[Data, Path, Any]:
 
     build.pick_device(config)
     preflight.check_launch()
-    preflight.check_parallelism_config()
+    preflight.check_parallelism_config(config.tensor_parallel_size)
     if config.deepspeed:
         preflight.check_deepspeed(config.deepspeed)
     preflight.check_report_to(config.report_to)
@@ -254,14 +254,15 @@ class Trainer(SFTTrainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """As Trainer's; with an engine, the accelerator that passes on what the engine says."""
-        super().create_accelerator_and_postprocess()
-        if self._engine is not None:
-            options = self._build_accelerator_args(
-                dataloader_config=self.accelerator.dataloader_config,
-                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # Trainer accumulates itself
-            )
-            self.accelerator = EngineAccelerator(self._engine, **options)
-            self.gather_function = self.accelerator.gather_for_metrics
+        with without_parallelism_config():
+            super().create_accelerator_and_postprocess()
+            if self._engine is not None:
+                options = self._build_accelerator_args(
+                    dataloader_config=self.accelerator.dataloader_config,
+                    gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # Trainer accumulates itself
+                )
+                self.accelerator = EngineAccelerator(self._engine, **options)
+                self.gather_function = self.accelerator.gather_for_metrics
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         if self._engine is None:  # an engine has placed it, perhaps on both

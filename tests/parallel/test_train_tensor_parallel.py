@@ -183,12 +183,25 @@ def test_refused_before_any_weight_is_loaded(on_two, settings, tmp_path) -> None
     assert "num_key_value_heads is 2, expected a multiple of the 4 ranks" in zero
 
 
-def test_a_layout_of_the_launch_is_refused_with_the_key_to_set(settings, tmp_path, monkeypatch) -> None:
-    """As `accelerate launch --use_parallelism_config --parallelism_config_tp_size 2` hands it over."""
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    text = train_rank(settings, str(tmp_path / "out"), 1)
-    assert "launch without --use_parallelism_config, and set tensor_parallel_size: 2" in text
+def train_as_accelerate_launches(settings: dict[str, Any], folder: str) -> tuple[str, str, str]:
+    """With what `accelerate launch --use_parallelism_config --parallelism_config_tp_size 2` hands over."""
+    asked = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
+    os.environ |= asked
+    try:
+        other_degree = train_rank(settings, f"{folder}/other", 1)
+        same = train_rank(settings, f"{folder}/same", 2, {"max_steps": 2, "save_steps": None})
+        os.environ["PARALLELISM_CONFIG_CP_SIZE"] = "2"
+        return other_degree, same, train_rank(settings, f"{folder}/context", 2)
+    finally:
+        for name in (*asked, "PARALLELISM_CONFIG_CP_SIZE"):
+            os.environ.pop(name, None)
+
+
+def test_launched_with_accelerates_parallelism_config(alone, settings, tmp_path) -> None:
+    for other_degree, same, context in run(2, train_as_accelerate_launches, settings, str(tmp_path)):
+        assert "tp_size 2, but the run has tensor_parallel_size 1; set tensor_parallel_size: 2" in other_degree
+        assert same == "" and "cp, sp sizes 1, 1, 2, 1, expected 1" in context
+    assert metrics(tmp_path / "same", "loss")[0] == pytest.approx(metrics(alone, "loss")[0], rel=1e-5)
 
 
 def test_another_degree_does_not_continue_a_run(on_two, settings, tmp_path) -> None:
