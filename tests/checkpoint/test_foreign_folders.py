@@ -162,6 +162,17 @@ def test_input_scales_that_the_config_does_not_use(tmp_path: Path, folders: dict
     assert_same_tensors(input_scales(base), base, tmp_path / "out")
 
 
+def test_a_layer_of_its_own_algorithm(tmp_path: Path, folders: dict[str, Path]) -> None:
+    """MIXED_PRECISION names each layer's; W4A16 there means weight-only whatever scales the file holds."""
+    base = w4a4(folders, tmp_path / "base", "MIXED_PRECISION")
+    content = json.loads((base / "hf_quant_config.json").read_text())
+    content["quantization"]["quantized_layers"] = {LAYER: {"quant_algo": "W4A16_NVFP4", "group_size": 16}}
+    (base / "hf_quant_config.json").write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="1 scales for serving engines, not used"):
+        layers = nvfp4_modules(load_model(base))
+    assert [name for name, layer in layers.items() if layer.activation is None] == [LAYER]
+
+
 # ---- FP8 and other dtypes
 
 

@@ -32,10 +32,15 @@ class ModelOptFormat(KeyedFormat):
     codes_suffix = LAYOUT.codes_suffix
 
     def find(self, shards: Shards, config: Mapping[str, Any], rename: Rename = same_name) -> dict[str, StoredWeight]:
-        weight_only = check_algorithm(shards, config) == W4A16
+        default, layers = (
+            check_algorithm(shards, config),
+            quantization_of(shards.folder, config).get("quantized_layers"),
+        )
+        own = layers if isinstance(layers, dict) else {}
 
         def activation_of(fqn: str, scale: float | None) -> ActivationQuant | None:
-            return None if weight_only or scale is None else ActivationQuant(scale=scale)
+            algorithm = (own.get(fqn) or {}).get("quant_algo", default)
+            return None if algorithm == W4A16 or scale is None else ActivationQuant(scale=scale)
 
         return self.layout.find(shards, rename, activation_of)
 
@@ -71,18 +76,18 @@ def producer() -> dict[str, str]:
     return {"name": "modelopt", "version": f"halfbyte-{__version__}"}
 
 
-def algorithm(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """quant_algo of hf_quant_config.json or config.json."""
+def quantization_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What hf_quant_config.json, or config.json, says of the quantization."""
     from halfbyte.checkpoint.detect import read_json
 
     path = folder / QUANT_FILE
-    block = read_json(path).get("quantization", {}) if path.exists() else config.get("quantization_config") or {}
-    return block.get("quant_algo")
+    block = read_json(path).get("quantization") if path.exists() else config.get("quantization_config")
+    return block if isinstance(block, dict) else {}
 
 
 def check_algorithm(shards: Shards, config: Mapping[str, Any]) -> str:
     """The algorithm; ValueError for one whose layers compute something else than NVFP4 weights do."""
-    found = algorithm(shards.folder, config)
+    found = quantization_of(shards.folder, config).get("quant_algo")
     if found not in (W4A4, W4A16, MIXED):
         raise ValueError(f"{shards.folder}: ModelOpt's quant_algo is {found}, expected {W4A4}, {W4A16} or {MIXED}.")
     return found
