@@ -1,10 +1,10 @@
-"""A model given as a local folder or file, or as a Hub id."""
+"""A model given as a local folder or file, or as a Hub id: `owner/name`, or `owner/name@revision` to hold on to one."""
 
 import os
 import re
 from pathlib import Path
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 
 
@@ -16,15 +16,32 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if Path(text).exists():
         return Path(text)
-    if not HUB_ID.fullmatch(text):
+    found = HUB_ID.fullmatch(text)
+    if not found:
         raise FileNotFoundError(f"{text}: no such file or folder, and not a Hub id of the form owner/name.")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(text, allow_patterns=FILES))
+        return Path(snapshot_download(found[1], revision=found[2], allow_patterns=FILES))
     except Exception as error:  # the client raises a dozen kinds; all mean that the model is not here
-        reason = str(error).strip().split("\n")[0][:200]
+        if switched_off():
+            raise FileNotFoundError(
+                f"{text}: no such folder here, no copy in the Hub's cache, and the Hub is switched off "
+                "(HF_HUB_OFFLINE=1). Unset it to download, or give a local folder."
+            ) from error
         raise FileNotFoundError(
-            f"{text}: no such folder here, and the Hub could not be asked for a model of that name ({reason}). "
+            f"{text}: no such folder here, and the Hub could not be asked for a model of that name ({reason(error)}). "
             "Check the name, go online, or give a local folder."
         ) from error
+
+
+def switched_off() -> bool:
+    """Whether the Hub's client was told to stay offline."""
+    from huggingface_hub.constants import is_offline_mode
+
+    return is_offline_mode()
+
+
+def reason(error: Exception) -> str:
+    """The first line of what the client says, shortened."""
+    return str(error).strip().split("\n")[0][:200]

@@ -19,11 +19,13 @@ from halfbyte.cli.quiet import quiet_imports
 
 # Each verb lives in halfbyte/cli/<verb>.py, as a function of the same name.
 VERBS = {
+    "plan": "Say what a run needs before anything is loaded, and which settings fit.",
     "train": "Train a LoRA adapter on an NVFP4 base.",
     "report": "Write what a run recorded as one HTML file.",
     "quantize": "Turn a dense checkpoint or a GGUF file into an NVFP4 one.",
     "merge": "Write base and adapter as one model, in bf16 or in NVFP4.",
     "export": "Write an NVFP4 model in another format, for another serving engine.",
+    "push": "Send an adapter or a model to the Hugging Face Hub.",
     "inspect": "Say what a model or an adapter is, and what is suspicious about it.",
     "verify": "Compare two NVFP4 models across formats.",
 }

@@ -18,6 +18,14 @@ from halfbyte.parallel.tp_plan import check as check_plan
 from halfbyte.parallel.tp_plan import plan_of
 from halfbyte.train.config import TrainConfig
 
+# tracker in the config -> packages of which it needs one
+TRACKERS = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+    "mlflow": ("mlflow",),
+}
+
 
 def check_launch() -> None:
     """ValueError for a launch whose settings `Trainer` would follow into what is not tested here: Accelerate's FSDP."""
@@ -156,6 +164,12 @@ def check_report_to(names: list[str]) -> None:
     from transformers.integrations import get_reporting_integration_callbacks
 
     for name in names:
+        packages = TRACKERS.get(name)
+        if packages and not any(importlib.util.find_spec(package) for package in packages):
+            raise ValueError(
+                f"report_to: {name!r} needs the package {packages[0]}, which is not installed; install it with: "
+                f"pip install {packages[0]}"
+            )
         try:
             for callback in get_reporting_integration_callbacks([name]):
                 callback()
