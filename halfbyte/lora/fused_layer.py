@@ -32,15 +32,18 @@ class FusedLoraLinear(PeftLoraLinear):
         adapter = None if args or kwargs else self.plain_adapter()
         if adapter is None:
             return super().forward(x, *args, **kwargs)
-        base = cast(NVFP4Linear, self.base_layer)
         lora_A, lora_B = cast(nn.Linear, self.lora_A[adapter]), cast(nn.Linear, self.lora_B[adapter])
-        dropout = self.lora_dropout[adapter]
+        return self.fused(x, lora_A.weight, lora_B.weight, adapter, cast(NVFP4Linear, self.base_layer).bias)
+
+    def fused(self, x: Tensor, lora_A: Tensor, lora_B: Tensor, adapter: str, bias: Tensor | None) -> Tensor:
+        """The layer with these factors of a served adapter."""
+        base, dropout = cast(NVFP4Linear, self.base_layer), self.lora_dropout[adapter]
         return lora_linear(
             x,
-            lora_A.weight,
-            lora_B.weight,
+            lora_A,
+            lora_B,
             (base.qdata, base.scale, base.global_scale),
-            base.bias,
+            bias,
             scaling=self.scaling[adapter],
             p=dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0,
         )
@@ -54,13 +57,16 @@ class FusedLoraLinear(PeftLoraLinear):
             return None
         adapter, base = active[0], self.base_layer
         inside = (base, self.lora_A[adapter], self.lora_B[adapter], self.lora_dropout[adapter])
-        served = is_frozen_weight_only(base) and all(type(module) in PLAIN for module in inside[1:])
-        return adapter if served and not any(map(is_hooked, inside)) else None
+        return adapter if self.serves(*inside) and not any(map(is_hooked, inside)) else None
+
+    def serves(self, base: nn.Module, *others: nn.Module) -> bool:
+        """Whether the function computes what these modules (base, factors, dropout) would."""
+        return type(base) is NVFP4Linear and is_frozen_weight_only(base) and all(type(m) in PLAIN for m in others)
 
 
-def is_frozen_weight_only(base: nn.Module) -> bool:
-    """An NVFP4Linear itself, with its input as it comes and no trained bias."""
-    if type(base) is not NVFP4Linear or base.activation is not None:
+def is_frozen_weight_only(base: NVFP4Linear) -> bool:
+    """Its input as it comes, and no trained bias."""
+    if base.activation is not None:
         return False
     return base.bias is None or not base.bias.requires_grad
 

@@ -79,12 +79,12 @@ def cut_layer(model: nn.Module, fqn: str, style: str, mesh: DeviceMesh) -> None:
     if not hasattr(module, "base_layer"):
         replace_module(model, fqn, base)
         return
-    from halfbyte.parallel.tp_lora import CutLoraLinear, CutMergeAwareLinear, cut_lora_layer
+    from halfbyte.parallel.tp_lora import cut_lora_layer
 
     module.base_layer = base
     for adapter in module.lora_A:
         cut_adapter(module, adapter, style, mesh)
-    if not isinstance(module, (CutLoraLinear, CutMergeAwareLinear)):
+    if not hasattr(module, "group"):
         replace_module(model, fqn, cut_lora_layer(module, mesh.get_group()))
 
 

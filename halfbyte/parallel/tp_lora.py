@@ -1,4 +1,8 @@
-"""PEFT's LoRA layers over a base that is cut over a mesh: plain, and merge-aware.
+"""PEFT's LoRA layers over a base that is cut over a mesh: plain, fused, and merge-aware.
+
+Fused, a layer's sums take one message each way instead of two, and a small one of the whole factor's gradient:
+
+    column-wise  y_i = fused(f(x), f(A), B_i)           row-wise  y = g(fused(x_i, A_i, f(B))) + b
 
 Merge-aware, a rank computes W' of its own slice, bit for bit the slice of the whole W': the dither knows where the
 slice begins, and columns are cut between blocks of 16.
@@ -16,12 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft.tuners.lora import Linear as PeftLoraLinear
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from halfbyte.lora.fused_layer import FusedLoraLinear, is_frozen_weight_only
 from halfbyte.lora.merge_aware_layer import MergeAwareLinear
 from halfbyte.nvfp4.activation import ActivationQuant
-from halfbyte.parallel.tp_layers import Column, RowNVFP4Linear, offsets
+from halfbyte.parallel.tp_layers import Column, CutDropout, Packed, RowNVFP4Linear, offsets
 from halfbyte.parallel.tp_ops import copy_to_mesh
 
 
@@ -31,12 +36,39 @@ class CutLoraLinear(PeftLoraLinear):
     group: ProcessGroup
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if kwargs.get("adapter_names") is not None:
-            raise ValueError(
-                f"adapter_names mixes adapters in a batch: found {sorted(set(kwargs['adapter_names']))}, but layers "
-                "that are cut over a mesh expect one. Run each adapter's samples on their own."
-            )
+        refuse_mixed_batch(kwargs)
         return super().forward(x, *args, **kwargs)
+
+
+class CutFusedLoraLinear(FusedLoraLinear):
+    """A fused layer over a rank's part of the base; dropout on a part of the input goes PEFT's way."""
+
+    group: ProcessGroup
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        refuse_mixed_batch(kwargs)
+        return super().forward(x, *args, **kwargs)
+
+    def fused(self, x: Tensor, lora_A: Tensor, lora_B: Tensor, adapter: str, bias: Tensor | None) -> Tensor:
+        base, group = self.base_layer, self.group
+        if not isinstance(base, RowNVFP4Linear):
+            return super().fused(copy_to_mesh(x, group), copy_to_mesh(lora_A, group), lora_B, adapter, bias)
+        return base.sum_parts(super().fused(x, lora_A, copy_to_mesh(lora_B, group), adapter, None))
+
+    def serves(self, base: nn.Module, *others: nn.Module) -> bool:
+        return isinstance(base, Packed) and is_frozen_weight_only(base) and not drops_a_part(*others)
+
+
+def refuse_mixed_batch(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("adapter_names") is not None:
+        raise ValueError(
+            f"adapter_names mixes adapters in a batch: found {sorted(set(kwargs['adapter_names']))}, but layers that "
+            "are cut over a mesh expect one. Run each adapter's samples on their own."
+        )
+
+
+def drops_a_part(*modules: nn.Module) -> bool:
+    return any(isinstance(module, CutDropout) and module.training and module.p > 0 for module in modules)
 
 
 class CutMergeAwareLinear(MergeAwareLinear):
@@ -75,7 +107,8 @@ def cut_lora_layer(layer: PeftLoraLinear, group: ProcessGroup) -> PeftLoraLinear
     """The layer's counterpart over a cut base, with the same parameters, modules, hooks and settings."""
     changed: dict[str, Any] = {"group": group}
     if not isinstance(layer, MergeAwareLinear):
-        plain = CutLoraLinear.__new__(CutLoraLinear)
+        cls = CutFusedLoraLinear if isinstance(layer, FusedLoraLinear) else CutLoraLinear
+        plain = cls.__new__(cls)
         plain.__dict__.update(layer.__dict__ | changed)
         return plain
     row, column = offsets(layer.base_layer)  # type: ignore[arg-type]

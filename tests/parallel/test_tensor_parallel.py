@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from halfbyte.lora import fuse
 from halfbyte.lora.adapter_files import load_adapter
 from halfbyte.nvfp4.activation import ActivationQuant
 from halfbyte.nvfp4.convert import nvfp4_modules
@@ -23,6 +24,7 @@ from halfbyte.parallel import ddp
 from halfbyte.parallel.gather import gather_trainable, save_adapter
 from halfbyte.parallel.tensor_parallel import clip_grad_norm, tensor_parallel
 from halfbyte.parallel.tp_layers import CutDropout, cut_factors, gathered
+from halfbyte.parallel.tp_lora import CutFusedLoraLinear
 from tests.dist import run
 from tests.parallel.models import PROJECTIONS, batch, loss_of, tiny_base, tiny_lora, trainable
 from tests.parallel.test_agree import text_of_error
@@ -79,9 +81,11 @@ def biased(model: nn.Module) -> nn.Module:
 def compare(options: dict[str, Any], max_norm: float | None) -> tuple[float, float, float, float]:
     """Errors of losses, norms, gradients and factors against one process; rank one starts on the meta device."""
     mesh, rank = mesh_of_all(), dist.get_rank()
-    model = biased(tiny_lora(**options, adapter_seed=0, device="meta" if rank else "cpu")).train()
-    tensor_parallel(model, mesh)
-    reference = biased(tiny_lora(**options)).train()
+    made, fused = {key: value for key, value in options.items() if key != "fused"}, options.get("fused", False)
+    model = biased(tiny_lora(**made, adapter_seed=0, device="meta" if rank else "cpu")).train()
+    tensor_parallel(fuse(model) if fused else model, mesh)
+    assert fused == any(isinstance(module, CutFusedLoraLinear) for module in model.modules())
+    reference = biased(tiny_lora(**made)).train()
     gradients = gradient_error(model, reference)
     losses, norms = train(model, mesh, [0], max_norm)
     expected_losses, expected_norms = train(reference, None, [0], max_norm)
@@ -98,6 +102,7 @@ CASES: dict[str, tuple[int, dict[str, Any], float | None]] = {
     "q and o, 2 ranks, clipped": (2, {"targets": ["q_proj", "o_proj"]}, 0.05),
     "all seven, 4 ranks, clipped": (4, WIDE, 0.05),
     "dense base": (2, {"packed": False}, None),
+    "fused, 2 ranks, clipped": (2, {"fused": True}, 0.05),
 }
 
 
@@ -137,8 +142,11 @@ def base_is_cut_not_copied() -> tuple[int, float, bool]:
     held = sum(p.numel() for p in model.parameters() if p.dtype == torch.uint8)
     all_bytes = sum(p.numel() for p in whole.parameters() if p.dtype == torch.uint8)
     logits = model(input_ids=batch(0, 0)).logits
-    adapted = tensor_parallel(peft.get_peft_model(tiny_base(), peft.LoraConfig(r=4, target_modules=PROJECTIONS)), mesh)
-    return total, held / all_bytes, torch.equal(logits, adapted(input_ids=batch(0, 0)).logits)
+    config, same = peft.LoraConfig(r=4, target_modules=PROJECTIONS), True
+    for kind in (fuse, lambda model: model):
+        adapted = tensor_parallel(kind(peft.get_peft_model(tiny_base(), config)), mesh)
+        same &= torch.equal(logits, adapted(input_ids=batch(0, 0)).logits)
+    return total, held / all_bytes, same
 
 
 def test_a_rank_holds_exactly_its_codes() -> None:
@@ -168,7 +176,7 @@ def test_two_by_two_equals_one_process_on_the_global_batch() -> None:
 def dropout_masks(checkpointing: bool) -> tuple[list[float], list[float]]:
     mesh = mesh_of_all()
     model, reference = (tiny_lora(dropout=0.5).train() for _ in range(2))
-    tensor_parallel(model, mesh)
+    tensor_parallel(fuse(model) if checkpointing else model, mesh)
     if checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
