@@ -1,7 +1,8 @@
-"""Imports inside the package only look left: numerics < {optim, nvfp4} < lora < parallel < checkpoint < train < report
-< cli.
+"""Imports inside the package only look left: numerics < {optim, nvfp4} < lora < parallel < checkpoint < plan < train
+< report < cli.
 
 `optim` and `nvfp4` never meet: the base is frozen, so an optimizer only ever sees ordinary tensors.
+`plan` reads configs, which is checkpoint's business, and a run prints its plan first, so it stands left of train.
 """
 
 import ast
@@ -10,7 +11,18 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "halfbyte"
-RANK = {"numerics": 0, "optim": 1, "nvfp4": 1, "lora": 2, "parallel": 3, "checkpoint": 4, "train": 5, "report": 6, "cli": 7}
+RANK = {
+    "numerics": 0,
+    "optim": 1,
+    "nvfp4": 1,
+    "lora": 2,
+    "parallel": 3,
+    "checkpoint": 4,
+    "plan": 5,
+    "train": 6,
+    "report": 7,
+    "cli": 8,
+}
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE]
 
 

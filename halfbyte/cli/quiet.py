@@ -20,9 +20,15 @@ def quiet_imports() -> None:
 def quiet_libraries() -> None:
     """Silence notes and nested progress bars of transformers and datasets; imports both."""
     import datasets
-    import transformers
 
     datasets.disable_progress_bars()
+    quiet_transformers()
+
+
+def quiet_transformers() -> None:
+    """The same for transformers alone."""
+    import transformers
+
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 

@@ -39,6 +39,10 @@ class Data:
         lost = f"; {self.num_cut:,} cut, {self.num_dropped:,} left out" if self.num_cut or self.num_dropped else ""
         return f"{len(self.train):,} examples{held_out}, {tokens:,} tokens, loss on {trained:,}{lost}"
 
+    def longest(self) -> int:
+        """Tokens of the longest training example."""
+        return max(int(lengths.max()) for _, _, lengths in token_batches(self.train))
+
     def fingerprint(self) -> str:
         """SHA-256 over the training tokens, in order: a resumed run must see the same."""
         digest = hashlib.sha256()

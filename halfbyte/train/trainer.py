@@ -39,6 +39,7 @@ from halfbyte.train.engine import Engine, EngineAccelerator, without_parallelism
 from halfbyte.train.files import ADAPTER, BASE, CONFIG, MEMORY, SAMPLES, VERSIONS
 from halfbyte.train.memory import MemoryByKind
 from halfbyte.train.packing import check_packing
+from halfbyte.train.plan import check_fits
 from halfbyte.train.samples import Samples
 from halfbyte.train.states import check_states, load_shards, writer_of
 
@@ -84,8 +85,9 @@ def train_on_this_rank(config: TrainConfig, until_done: ExitStack) -> RunResult:
         if checkpoint is not None:
             resume.check_same_run(checkpoint, run)
             check_states(checkpoint, config, world_size())
-    if rank() == 0:
-        print(data.summary(), flush=True)
+        if rank() == 0:
+            print(data.summary(), flush=True)
+            check_fits(config, folder, build.pick_device(config), data.longest(), world_size())
 
     model, engine = build.build_model(config, folder)
     described = describe_adapter(model, engine)
