@@ -204,6 +204,12 @@ def test_launched_with_accelerates_parallelism_config(alone, settings, tmp_path)
     assert metrics(tmp_path / "same", "loss")[0] == pytest.approx(metrics(alone, "loss")[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("other", [{"deepspeed": "zero3.json"}, {"sample_prompts": ["What is 1 and 1?"]}])
+def test_keys_that_do_not_go_together(other: dict[str, Any], settings) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(other))}.*tensor_parallel_size"):
+        build_config({**settings, "output_dir": "out", "tensor_parallel_size": 2, **other})
+
+
 def test_another_degree_does_not_continue_a_run(on_two, settings, tmp_path) -> None:
     changes = {"resume_from_checkpoint": str(on_two / "checkpoint-3")}
     text = train_rank(settings, str(tmp_path / "out"), 1, changes)
