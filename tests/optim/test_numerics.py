@@ -1,10 +1,9 @@
-"""What 8 and 4 bits do to an update: bounded, free of scale, no worse than torchao's, and one bad element stays alone.
+"""What 8 and 4 bits do to an update: bounded, free of scale, and one bad element stays alone.
 
 fp32 AdamW (unquantized states of our own step, which test_step_ref holds against torch) is the yardstick.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,21 +106,24 @@ def test_updates_are_bounded_in_a_million_blocks(name: str, kind: Any) -> None:
     assert ours <= 3 * max(exact, 1.0)
 
 
+@pytest.mark.parametrize("block_size", [8, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_million_states_are_bounded_in_the_next_step(name: str) -> None:
-    """2a over the codes: random live states (10^6 blocks of 8), quantized, then stepped without a gradient.
+def test_a_million_states_are_bounded_in_the_next_step(name: str, block_size: int | None) -> None:
+    """2a over the codes: 10^6 blocks of random live states, quantized, then stepped without a gradient; blocks of 8,
+    and of the formats' own sizes.
 
     A moment is m = c sqrt(v), |c| <= 1, as Adam's own are to within its bias correction; what the codes make of it
     must not move further than three times what fp32 does with the same moments, or three lr.
     """
-    fmt = FORMATS[name].with_block_size(8)
+    fmt = FORMATS[name].with_block_size(block_size)
     generator = torch.Generator().manual_seed(2)
-    numel = 8 * 10**6
-    exp_avg_sq = 10 ** (-12 * torch.rand(numel, generator=generator))
-    exp_avg = exp_avg_sq.sqrt() * (2 * torch.rand(numel, generator=generator) - 1)
-    m = dequantize(*quantize(exp_avg, fmt, signed=True), fmt, numel, signed=True)
-    v = dequantize(*quantize(exp_avg_sq, fmt, signed=False), fmt, numel, signed=False)
-    assert (m.abs() / (v.sqrt() + 1e-8)).max() <= 3.0
+    numel = 10**6 // 64 * fmt.block_size
+    for _ in range(64):
+        exp_avg_sq = 10 ** (-12 * torch.rand(numel, generator=generator))
+        exp_avg = exp_avg_sq.sqrt() * (2 * torch.rand(numel, generator=generator) - 1)
+        m = dequantize(*quantize(exp_avg, fmt, signed=True), fmt, numel, signed=True)
+        v = dequantize(*quantize(exp_avg_sq, fmt, signed=False), fmt, numel, signed=False)
+        assert (m.abs() / (v.sqrt() + 1e-8)).max() <= 3.0
 
 
 @pytest.mark.parametrize("variant", ["one", "heavy tail", "sparse"])
@@ -146,11 +148,12 @@ def test_a_gradient_that_stops_beside_a_large_one(cls: type, variant: str) -> No
         assert (param - before).abs().max() <= 3 * LR
 
 
-@pytest.mark.parametrize("exponent", [0, -5, -6, -7, -8, -9, -10, -11, -12])
+@pytest.mark.parametrize("exponent", range(0, -13, -1))
 @pytest.mark.parametrize("cls", ADAMW)
 def test_a_constant_gradient_moves_one_lr_a_step(cls: type, exponent: int) -> None:
-    """2b and o17: 20 steps of 10^exponent with eps 1e-15 move 20 lr, within 5%. Neighbours of another magnitude (half
-    to one and a half) are rounded, so the mean is held to 5%, or 15% for 4 bits."""
+    """2b and o17: 20 steps of 10^exponent with eps 1e-15 move every element 20 lr, within 5% (in fact 0.2%).
+    Neighbours of other magnitudes (half to one and a half) are rounded, one by up to 3% (8 bits), 6% (FP8) or 19% (4
+    bits), so there the mean is held to 5%, or 15% for 4 bits."""
     for spread, tolerance in ((0.0, 0.05), (1.0, 0.15 if cls is ADAMW[1] else 0.05)):
         param = nn.Parameter(torch.zeros(5000))
         optimizer = cls([param], lr=LR, eps=1e-15, weight_decay=0.0)
@@ -158,7 +161,10 @@ def test_a_constant_gradient_moves_one_lr_a_step(cls: type, exponent: int) -> No
         for _ in range(20):
             param.grad = grad.clone()
             optimizer.step()
-        assert -param.mean().item() == pytest.approx(20 * LR, rel=tolerance)
+        moved = -param.detach() / (20 * LR)
+        assert moved.mean().item() == pytest.approx(1.0, rel=tolerance)
+        if not spread:
+            assert (moved - 1).abs().max() <= tolerance
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -200,58 +206,21 @@ def test_a_bad_gradient_element_stays_alone(name: str, poison: float) -> None:
     assert runs[1][5].isnan()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_one_shot_error_is_torchaos(name: str) -> None:
-    """2c: RMS error of Gaussian exp_avg and chi-square exp_avg_sq (as its root), in units of their own RMS; torchao
-    measures 0.0108 / 0.0047, 0.0261 / 0.0130 and 0.149 / 0.313 on such data. Same codes, so at most 3% above it."""
-    limits = {"8bit": (0.0108, 0.0047), "fp8": (0.0261, 0.0130), "4bit": (0.149, 0.313)}[name]
-    fmt, generator = FORMATS[name], torch.Generator().manual_seed(0)
-    exp_avg = torch.randn(2**18, generator=generator)
-    exp_avg_sq = torch.randn(2**18, generator=generator).square()
-    m = dequantize(*quantize(exp_avg, fmt, signed=True), fmt, 2**18, signed=True)
-    v = dequantize(*quantize(exp_avg_sq, fmt, signed=False), fmt, 2**18, signed=False)
-    assert (m - exp_avg).square().mean().sqrt() <= 1.03 * limits[0]
-    assert (v.sqrt() - exp_avg_sq.sqrt()).square().mean().sqrt() <= 1.03 * limits[1]
-
-
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("where", [5, 4096])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
 @pytest.mark.parametrize("cls", ADAMW)
-def test_distance_from_fp32_is_at_most_torchaos(cls: type) -> None:
-    """2c: 200 steps of noise, and of a small network; distance of all weights from fp32 AdamW's run on the same
-    gradients. Same codes and better rules: at most torchao's, plus 2% for ties broken otherwise."""
-    ao = pytest.importorskip("torchao.optim")
-    torch.compiler.set_stance("force_eager")
-    try:
-        for problem in (noise_problem, network_problem):
-            exact = problem(torch.optim.AdamW)
-            ours, theirs = problem(cls), problem(getattr(ao, cls.__name__))
-            assert (ours - exact).norm() <= 1.02 * (theirs - exact).norm()
-    finally:
-        torch.compiler.set_stance("default")
-
-
-def noise_problem(cls: type) -> Tensor:
-    param = nn.Parameter(torch.zeros(64, 128))
-    optimizer = cls([param], lr=LR)
+def test_what_becomes_nan_is_what_torch_makes_nan(cls: type, poison: float, where: int) -> None:
+    """2d with the optimizers themselves, in a whole block and in a tail of one value; 1e30 has an infinite square,
+    which stops the element in torch and leaves it finite here."""
+    pair = nn.Parameter(torch.ones(4097)), nn.Parameter(torch.ones(4097))
+    optimizers = cls([pair[0]], lr=LR), torch.optim.AdamW([pair[1]], lr=LR)
     generator = torch.Generator().manual_seed(0)
-    magnitude = 10 ** (-2 * torch.rand(64, 128, generator=generator))
-    for _ in range(200):
-        param.grad = torch.randn(64, 128, generator=generator) * magnitude
-        optimizer.step()
-    return param.detach()
-
-
-def network_problem(cls: type) -> Tensor:
-    """A classifier of bytes by their neighbours in a real text: this file."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(128, 64), nn.Flatten(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 128))
-    optimizer = cls(model.parameters(), lr=LR)
-    text = torch.tensor([min(byte, 127) for byte in Path(__file__).read_bytes()])
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(200):
-        at = torch.randint(0, len(text) - 5, (32,), generator=generator)
-        context = torch.stack([text[at + i] for i in range(4)], 1)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(context), text[at + 4]).backward()
-        optimizer.step()
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
+    for step in range(4):
+        grad = torch.randn(4097, generator=generator)
+        if step == 1:
+            grad[where] = poison
+        for param, optimizer in zip(pair, optimizers, strict=True):
+            param.grad = grad.clone()
+            optimizer.step()
+    assert pair[0].isnan().nonzero().tolist() == pair[1].isnan().nonzero().tolist()
+    assert pair[0].isnan().sum() == (poison != 1e30)
