@@ -6,6 +6,8 @@ turn, and a rank never holds more than its parts and one block. Rejected: buildi
 transformers does, where every rank reads the file, and a rank that read another one goes unnoticed.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,6 +80,37 @@ def partition(block: nn.Module, holders: dict[int, list[tuple[nn.Module, str]]],
             for module, name in holders[id(parameter)]:
                 module.register_parameter(name, fresh)
     deepspeed.zero.Init(module=block, config_dict_or_path=config)
+
+
+@contextmanager
+def gathering(model: nn.Module) -> Iterator[None]:
+    """Let a partitioned model compute before an engine holds it: each block is whole during its own forward.
+
+    All ranks call the model alike. Does nothing to a model that is not partitioned.
+    """
+    if not any(hasattr(p, "ds_id") for p in model.parameters()):
+        yield
+        return
+    import deepspeed
+
+    blocks = transformer_blocks(model)
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    whole: list[Any] = []
+
+    def enter(block: nn.Module, _: Any) -> None:
+        whole.append(deepspeed.zero.GatheredParameters(list(block.parameters())))
+        whole[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        whole.pop().__exit__(None, None, None)
+
+    hooks = [hook for b in blocks for hook in (b.register_forward_pre_hook(enter), b.register_forward_hook(leave))]
+    try:
+        with deepspeed.zero.GatheredParameters([p for p in model.parameters() if id(p) not in inside]):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def send_buffers(model: nn.Module) -> None:

@@ -31,6 +31,7 @@ from halfbyte.parallel.deepspeed import read_deepspeed_config, stage_of
 from halfbyte.parallel.gather import describe_adapter as describe_sharded
 from halfbyte.parallel.gather import gather_trainable
 from halfbyte.parallel.launch import process_group, rank
+from halfbyte.parallel.zero3 import gathering
 from halfbyte.train import build, callbacks, merge_aware, preflight
 from halfbyte.train.config import TrainConfig, dump_config
 from halfbyte.train.data import Data, load_data
@@ -90,10 +91,11 @@ def train_on_this_rank(config: TrainConfig, until_done: ExitStack) -> RunResult:
             check_fits(config, folder, build.pick_device(config), data.longest(), world_size())
 
     model, engine = build.build_model(config, folder)
-    described = describe_adapter(model, engine)
+    described = describe_adapter(model, spread=engine is not None or bool(config.deepspeed))
     with together("Checking the run", timeout=PREPARE_TIMEOUT_S):
         if config.sample_packing:
-            check_packing(model, tokenizer.pad_token_id)
+            with gathering(model):
+                check_packing(model, tokenizer.pad_token_id)
         if checkpoint is not None and described is not None:
             check_same_base(checkpoint, described)
 
@@ -163,12 +165,12 @@ def run_identity(config: TrainConfig, data: Data) -> dict[str, Any]:
     return {"training data": data.fingerprint()[:16], "examples per step": per_step, **same}
 
 
-def describe_adapter(model: Any, engine: Engine | None) -> metadata.AdapterMetadata | None:
+def describe_adapter(model: Any, *, spread: bool) -> metadata.AdapterMetadata | None:
     """The base layers under the adapter, with digests of their codes; taken once, since the base is frozen.
 
-    Called on all ranks. Where an engine has spread the base, on rank 0 alone; None elsewhere.
+    Called on all ranks. Where an engine may have spread the base, on rank 0 alone; None elsewhere.
     """
-    if engine is not None:
+    if spread:
         return describe_sharded(model)
     return metadata.describe(model, adapted_layers(model))
 

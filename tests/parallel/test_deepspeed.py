@@ -111,6 +111,21 @@ def test_stage_3_loads_a_block_at_a_time() -> None:
     assert one == [({"meta"}, {0})] * 2
 
 
+def logits_of_a_partitioned_model() -> tuple[bool, set[int]]:
+    """Computed before an engine holds it, as the check of packing does; what is left gathered afterwards."""
+    model, tokens = make(Case(mode="merge-aware"), dist.get_rank()), batch(0, 0)
+    expected = model(input_ids=tokens).logits
+    prepare_for_deepspeed(model, zero.config(3))
+    with torch.no_grad(), zero3.gathering(model):
+        found = [model(input_ids=tokens).logits for _ in range(2)]
+    return all(torch.equal(logits, expected) for logits in found), {p.numel() for p in model.parameters()}
+
+
+def test_a_partitioned_model_computes_by_blocks() -> None:
+    for same, left in run(2, logits_of_a_partitioned_model, timeout=TIMEOUT):
+        assert same and left == {0}
+
+
 def damaged_part() -> tuple[str, str]:
     model = make(Case(), dist.get_rank())
     expected = {name: tensor_digest(p) for name, p in model.named_parameters()}
