@@ -49,7 +49,12 @@ def agree(
             raise error
         return [payload]
     cause = None if error is None else [_kind(error), f"{type(error).__name__}: {error}"]
-    messages = _exchange({"label": label, "cause": cause, "payload": payload}, group, timeout)
+    try:
+        messages = _exchange({"label": label, "cause": cause, "payload": payload}, group, timeout)
+    except RuntimeError as missing:
+        if cause is None:
+            raise
+        raise RuntimeError(f"{missing} This rank had failed itself: {cause[1]}") from error
     _check_labels(messages)
     failed = {rank: m["cause"] for rank, m in enumerate(messages) if m["cause"] is not None}
     if failed:

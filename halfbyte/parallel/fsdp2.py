@@ -71,6 +71,7 @@ def shard_model(
     """`fsdp2`, whatever the version of torch."""
     mesh = mesh if mesh is not None else data_mesh(default_device_type())
     check_mesh(mesh)
+    check_offload(offload_policy)
     blocks = blocks if blocks is not None else transformer_blocks(model)
     compare_models(model, timeout=timeout)
     for layer in merge_aware_layers(model).values():
@@ -169,6 +170,15 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(
             f"the mesh {tuple(mesh.mesh.shape)} has {mesh.size()} ranks, but {dist.get_world_size()} were started. "
             "Make it with halfbyte.parallel.data_mesh."
+        )
+
+
+def check_offload(policy: OffloadPolicy | None) -> None:
+    """ValueError for pinned memory, which is torch's default, on a machine without an accelerator."""
+    if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
+        raise ValueError(
+            "CPUOffloadPolicy() pins memory for an accelerator, and this machine has none. Use "
+            "CPUOffloadPolicy(pin_memory=False)."
         )
 
 

@@ -85,6 +85,19 @@ def test_a_late_rank_is_named() -> None:
     assert zero[0] == "RuntimeError" and "nothing came from rank 1" in zero[1]
 
 
+def failed_beside_a_late_rank() -> tuple[str, str]:
+    if dist.get_rank() == 1:
+        time.sleep(1.5)
+        return text_of_error(agree, "saving")
+    return text_of_error(agree, "saving", error=OSError("disk full"), timeout=0.5)
+
+
+def test_a_failed_rank_that_waits_in_vain_tells_its_own_error_too() -> None:
+    """As when the others wait for it in a collective of an engine."""
+    zero, _ = run(2, failed_beside_a_late_rank)
+    assert "nothing came from rank 1" in zero[1] and "failed itself: OSError: disk full" in zero[1]
+
+
 def test_a_dead_rank_is_named() -> None:
     zero, one = outcomes(2, dies_before)
     assert one.exitcode == 3

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from halfbyte.lora.merge_aware import make_merge_aware
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.optim.sharding import is_dtensor
-from halfbyte.parallel.fsdp2 import clip_grad_norm, compare_shards, fsdp2, shard_new_adapter
+from halfbyte.parallel.fsdp2 import check_offload, clip_grad_norm, compare_shards, fsdp2, shard_new_adapter
 from halfbyte.parallel.mesh import data_mesh
 from tests.dist import run
 from tests.parallel.models import PROJECTIONS, batch, loss_of, tiny_base, tiny_lora
@@ -188,5 +188,12 @@ def refusals() -> list[tuple[str, str]]:
 def test_refusals() -> None:
     zero, one = run(2, refusals)
     assert zero == one and {kind for kind, _ in zero} == {"ValueError"}
-    for (_, text), words in zip(zero, ["needs 4 ranks, but 2", "3 dimensions", "blocks=", "rank 1, "], strict=True):
+    expected = ["needs 4 ranks, but 2", "3 dimensions", "blocks=", "rank 1, "]
+    for (_, text), words in zip(zero, expected, strict=True):
         assert words in text
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="pinned memory is right there")
+def test_offload_without_an_accelerator_needs_no_pinned_memory() -> None:
+    with pytest.raises(ValueError, match="pin_memory=False"):
+        check_offload(CPUOffloadPolicy())

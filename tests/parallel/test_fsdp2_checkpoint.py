@@ -20,7 +20,7 @@ from halfbyte.parallel.fsdp2 import fsdp2
 from halfbyte.parallel.mesh import data_mesh
 from halfbyte.parallel.sharded_checkpoint import load_sharded, save_sharded
 from tests.dist import outcomes, run
-from tests.parallel.models import trainable
+from tests.parallel.models import LENGTH, VOCABULARY, loss_of, trainable
 from tests.parallel.test_agree import text_of_error
 from tests.parallel.test_fsdp2 import gathered
 from tests.parallel.training import STEPS, Case, error, forward_backward, make
@@ -126,6 +126,42 @@ def test_a_kill_between_two_renames_leaves_the_older_folder(tmp_path: Path) -> N
         assert step == SAVED_AT and error(at_load, at_save) == 0
     run(2, save_in_the_middle, "AdamW", str(folder))
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def drawn_steps(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> list[float]:
+    """Steps on data, and with dropout, drawn from this rank's random state; learning rates."""
+    rates = []
+    for _ in range(count):
+        loss_of(model, torch.randint(0, VOCABULARY, (2, LENGTH))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+        scheduler.step()
+    return rates
+
+
+def resumed_with_all_that_steps_depend_on(folder: str) -> tuple[float, bool, list[float]]:
+    """N steps, save, M; then fresh objects, load, M: distance of the adapters, whether rates agree, and the rates."""
+    rank, ends, rates = f"rng {dist.get_rank()}", [], []
+    for resumes in (False, True):
+        model = fsdp2(make(Case(dropout=0.3), dist.get_rank()))
+        optimizer = make_optimizer("AdamW8bit", model)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+        torch.manual_seed(dist.get_rank())
+        if not resumes:
+            drawn_steps(model, optimizer, scheduler, SAVED_AT)
+            save_sharded(folder, model, optimizer, scheduler=scheduler, **{rank: torch.get_rng_state()})
+        else:
+            extra = load_sharded(folder, model, optimizer, scheduler=scheduler, **{rank: torch.get_rng_state()})
+            torch.set_rng_state(extra[rank])
+        rates.append(drawn_steps(model, optimizer, scheduler, STEPS - SAVED_AT))
+        ends.append(gathered(model))
+    return error(ends[1], ends[0]), rates[0] == rates[1], rates[0]
+
+
+def test_scheduler_and_each_ranks_random_state_are_kept_beside(tmp_path: Path) -> None:
+    for distance, same, rates in run(2, resumed_with_all_that_steps_depend_on, str(tmp_path / "step")):
+        assert distance == 0 and same and rates[0] > rates[-1]
 
 
 class Unwritable:
