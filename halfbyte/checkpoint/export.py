@@ -5,6 +5,7 @@ reciprocal and that does not come back (one fp32 in six), or where a group was r
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,14 +161,19 @@ class Exporter:
         names = [*self.dense, *self.base.unknown, *self.base.fp8, *(f"{fqn}.weight" for fqn in self.base.weights)]
         metadata = self.target.file_metadata(names, weights)
         todo, done = sum(weight.size_bytes for weight in self.base.weights.values()), 0
-        with ShardWriter(folder, self.specs(), metadata=metadata, max_shard_bytes=max_shard_bytes) as writer:
+        with (
+            ShardWriter(folder, self.specs(), metadata=metadata, max_shard_bytes=max_shard_bytes) as writer,
+            ThreadPoolExecutor(1) as copier,
+        ):
             for key in self.copied:
                 writer.copy(key, shards, key)
             for weight in self.base.fp8.values():
                 writer.write(weight.key, weight.read(shards, self.base.dtype))
             for fqn, stored in self.base.weights.items():
-                writer.copy(self.planned[fqn].keys["qdata"], shards, stored.keys["qdata"])
+                # the kernel copies the codes while the scales are converted
+                copied = copier.submit(writer.copy, self.planned[fqn].keys["qdata"], shards, stored.keys["qdata"])
                 self.write_scales(writer, fqn)
+                copied.result()
                 done += stored.size_bytes
                 if progress is not None:
                     progress(done, todo, fqn)

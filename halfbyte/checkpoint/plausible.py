@@ -7,15 +7,15 @@ the largest weight of a layer is 1e6 times too large, or too small.
 import torch
 from torch import Tensor
 
+from halfbyte.checkpoint.formats.base import largest_bits
+
 PLAUSIBLE = (1e-4, 1e3)  # largest decoded magnitude of a layer
-LARGEST_CODE, MAGNITUDE = 6.0, 0x7F
+LARGEST_CODE = 6.0
 
 
 def largest_weight(scale: Tensor, global_scale: Tensor) -> float:
     """Upper bound of the magnitudes that block scales [N, K/16] (E4M3) and a tensor scale can mean."""
-    if not scale.numel():
-        return 0.0
-    largest = (scale.view(torch.uint8) & MAGNITUDE).max().view(torch.float8_e4m3fn)  # magnitudes sort as their bits
+    largest = torch.tensor(largest_bits(scale), dtype=torch.uint8).view(torch.float8_e4m3fn)
     return LARGEST_CODE * float(largest) * float(global_scale)
 
 

@@ -2,7 +2,8 @@
 
 [N, K/16] is padded with zeros to multiples of (128, 4) and cut into tiles of 128 x 4, tiles row-major; in a tile, row
 32a + b and column c go to byte 16b + 4a + c (NVIDIA cuBLAS docs, "block scaling factors layout"). We swizzle only at
-the border: a module's scale is always row-major, so no flag changes what a tensor means.
+the border: a module's scale is always row-major, so no flag changes what a tensor means. The four
+columns of a tile's row stay together, so words of four bytes are moved.
 """
 
 import torch
@@ -22,8 +23,8 @@ def swizzle(scale: Tensor) -> Tensor:
     tile_rows, tile_cols = -(-rows // TILE_ROWS), -(-cols // TILE_COLS)
     padded = torch.zeros(tile_rows * TILE_ROWS, tile_cols * TILE_COLS, dtype=torch.uint8, device=scale.device)
     padded[:rows, :cols] = scale.view(torch.uint8)
-    tiles = padded.view(tile_rows, 4, 32, tile_cols, 4).permute(0, 3, 2, 1, 4)  # tile row, tile column, b, a, c
-    return tiles.reshape(swizzled_shape(rows, cols)).view(scale.dtype)
+    words = padded.view(torch.int32).view(tile_rows, 4, 32, tile_cols)  # tile row, a, b, tile column; c is in the word
+    return words.permute(0, 3, 2, 1).contiguous().view(torch.uint8).view(swizzled_shape(rows, cols)).view(scale.dtype)
 
 
 def unswizzle(swizzled: Tensor, rows: int, cols: int) -> Tensor:
@@ -35,6 +36,9 @@ def unswizzle(swizzled: Tensor, rows: int, cols: int) -> Tensor:
             f"swizzled block scales of a [{rows}, {cols}] grid take {expected} bytes, got {swizzled.numel()} "
             f"in {list(swizzled.shape)}"
         )
-    tiles = swizzled.contiguous().view(torch.uint8).view(tile_rows, tile_cols, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    full = tiles.reshape(tile_rows * TILE_ROWS, tile_cols * TILE_COLS)
+    flat = swizzled.contiguous().view(torch.uint8).view(-1)
+    if flat.storage_offset() % 4:  # a slice of a buffer may begin anywhere
+        flat = flat.clone()
+    words = flat.view(torch.int32).view(tile_rows, tile_cols, 32, 4)
+    full = words.permute(0, 3, 2, 1).contiguous().view(torch.uint8).view(tile_rows * TILE_ROWS, tile_cols * TILE_COLS)
     return full[:rows, :cols].contiguous().view(swizzled.dtype)

@@ -27,3 +27,12 @@ def test_nan_bytes_survive() -> None:
 def test_wrong_size_is_refused() -> None:
     with pytest.raises(ValueError, match="take 512 bytes, got 8"):
         unswizzle(torch.zeros(8, dtype=torch.uint8), 2, 4)
+
+
+def test_a_slice_that_begins_anywhere() -> None:
+    """Words of four bytes are moved; a buffer's slice need not begin at one."""
+    scale = torch.randint(0, 255, (130, 6), dtype=torch.uint8)
+    swizzled = swizzle(scale)
+    buffer = torch.zeros(swizzled.numel() + 3, dtype=torch.uint8)
+    buffer[3:] = swizzled.reshape(-1)
+    assert torch.equal(unswizzle(buffer[3:], 130, 6), scale)
