@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install test test-all quickstart lint clean
+.PHONY: install test test-all quickstart docs docs-serve support lint clean
 
 install: .venv/.installed
 
@@ -26,6 +26,16 @@ test-all: install
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(ARGS)
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+# Runs the tests that docs/support.md names, and writes what came out into it.
+support: install
+	$(BIN)/python -m tests.docs.support
 
 lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

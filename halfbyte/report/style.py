@@ -79,7 +79,8 @@ footer{color:var(--soft);font-size:.875rem;padding-block:2.5rem 3rem}
 .stack th,.stack td{display:block;border:0;padding:.1rem 0;text-align:left}
 .stack td[data-label]::before{content:attr(data-label);display:block;color:var(--soft);font-size:.8rem}}
 @media print{:root{color-scheme:light;--paper:#fff;--card:#fff;--ink:#000;--soft:#333;--grid:#bbb;--line:#bbb;
---run-a:#123f8f;--run-b:#b8500c;--good:#1a6b35}body{font-size:10pt}nav,.skip,details:not([open]){display:none}
+--run-a:#123f8f;--run-b:#b8500c;--good:#1a6b35}body{font-size:10pt}nav,.skip,figure details{display:none}
+details::details-content{content-visibility:visible;block-size:auto}summary{display:none}
 figure,.card,.tiles div{border:1px solid var(--line);break-inside:avoid}h2,h3{break-after:avoid}tr{break-inside:avoid}
 .scroll,.tall{overflow:visible;max-height:none}.heat td,.bar,.key{print-color-adjust:exact;
 -webkit-print-color-adjust:exact}.grid{grid-template-columns:1fr 1fr}a{color:inherit;text-decoration:none}}
