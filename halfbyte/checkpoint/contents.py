@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.checkpoint.detect import check_one_format
-from halfbyte.checkpoint.formats.base import Format, Rename, StoredWeight, same_name
+from halfbyte.checkpoint.formats.base import Format, Rename, StoredWeight, matches, same_name
 from halfbyte.checkpoint.shards import Shards
 
 # Scales of kv caches and of activations beside dense or FP8 layers: no parameter of the model, kept byte for byte.
@@ -49,13 +49,15 @@ class Fp8Weight:
 @dataclass(frozen=True)
 class Contents:
     """weights: checkpoint's fqn -> stored; fp8: key of the weight -> where its scale is; the rest are keys, in file
-    order: auxiliary and unknown ones make no parameter and are written back as they are."""
+    order: auxiliary and unknown ones make no parameter and are written back as they are. contradicted: NVFP4 weights
+    that the config says are not quantized; what the file holds is what is read."""
 
     weights: dict[str, StoredWeight]
     fp8: dict[str, Fp8Weight]
     auxiliary: list[str]
     unknown: list[str]
     dense: list[str]
+    contradicted: list[str]
 
     @property
     def notice(self) -> str | None:
@@ -63,6 +65,11 @@ class Contents:
         parts = []
         if self.fp8:
             parts.append(f"{len(self.fp8)} FP8 layers, decoded to dense")
+        if self.contradicted:
+            parts.append(
+                f"{len(self.contradicted)} layers that the config leaves out hold NVFP4 codes and are read as such, "
+                f"the first {self.contradicted[0]}"
+            )
         if self.auxiliary:
             parts.append(f"{len(self.auxiliary)} scales for serving engines, not used")
         if self.unknown:
@@ -98,7 +105,10 @@ def read_contents(
     def in_order(keys: set[str]) -> list[str]:
         return [key for key in shards if key in keys]
 
-    return Contents(weights, fp8, in_order(auxiliary), in_order(unknown), in_order(left - auxiliary - unknown))
+    left_out = format.left_out(shards, config)
+    contradicted = [fqn for fqn in weights if any(matches(fqn, pattern) for pattern in left_out)]
+    dense = in_order(left - auxiliary - unknown)
+    return Contents(weights, fp8, in_order(auxiliary), in_order(unknown), dense, contradicted)
 
 
 def _is_fp8(shards: Shards, key: str) -> bool:

@@ -90,6 +90,11 @@ def inspect_weights(
         f"{len(contents.dense)} dense, {len(contents.fp8)} FP8, {len(contents.auxiliary)} scales for serving engines, "
         f"{len(contents.unknown)} that the model does not know"
     )
+    if contents.contradicted:
+        found.warnings.append(
+            f"{contents.contradicted[0]}: holds NVFP4 codes, but the config leaves it out, as engines will "
+            f"({len(contents.contradicted)} such layers)"
+        )
     bad = {key: f"{count} NaN or infinite values" for key in contents.dense if (count := count_stored(shards, key))}
     if bad:
         found.warnings.append(plausible.summary(bad))

@@ -117,6 +117,38 @@ def test_a_cache_in_nvfp4_stays_said(tmp_path: Path, with_extras: dict[str, Path
     assert "the kv cache in NVFP4 cannot be said in this format." in report.notices
 
 
+@pytest.mark.parametrize("pattern", [LAYER, "model.layers.1.*"])
+def test_codes_of_a_layer_that_the_config_leaves_out(tmp_path: Path, folders: dict[str, Path], pattern: str) -> None:
+    """What the file holds is read, and said: an engine that goes by the config would look for a dense weight."""
+    for format in KEYED:
+        base = tmp_path / format
+        shutil.copytree(folders[format], base)
+        config = read_config(base)
+        regular = f"re:{pattern.replace('*', '.*down_proj')}"
+        config["quantization_config"]["ignore"] = ["lm_head", pattern if format == "modelopt" else regular]
+        (base / "config.json").write_text(json.dumps(config))
+        (base / "hf_quant_config.json").unlink(missing_ok=True)
+        with pytest.warns(UserWarning, match=r"layers that the config leaves out hold NVFP4 codes.*model\.layers\.1"):
+            assert len(nvfp4_modules(load_model(base))) == 14
+        assert any("the config leaves it out" in warning for warning in inspect_path(base).warnings)
+        export_checkpoint(base, tmp_path / f"{format}-out", format="modelopt")
+        assert read_config(tmp_path / f"{format}-out")["quantization_config"]["ignore"] == ["lm_head"]
+
+
+def test_tokenizer_and_templates_come_along(tmp_path: Path, folders: dict[str, Path], adapter: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(folders["modelopt"], base)
+    carried = ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "merges.txt", "preprocessor_config.json")
+    for name in carried:
+        (base / name).write_text(name)
+    export_checkpoint(base, tmp_path / "out", format="compressed-tensors")
+    merge_checkpoint(base, adapter, tmp_path / "merged", format="torchao")
+    for name in (*carried, "generation_config.json"):
+        for out in ("out", "merged"):
+            assert (tmp_path / out / name).read_bytes() == (base / name).read_bytes(), name
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+
+
 # ---- W4A4 and W4A16
 
 

@@ -5,8 +5,10 @@ row-major) and writes one back under its own keys. Whatever is peculiar to it (a
 tensor) stays inside its file.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,6 +77,9 @@ class Format(Protocol):
         rename  the checkpoint's name of a weight -> the model's.
         """
 
+    def left_out(self, shards: Shards, config: Mapping[str, Any]) -> list[str]:
+        """Names, or patterns, of layers that the folder declares not to be quantized."""
+
     def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
         """The weight's parts. ValueError for a NaN scale, naming file and key."""
 
@@ -107,6 +112,13 @@ class Format(Protocol):
 
     def extra_files(self, config: Mapping[str, Any], dense_linears: list[str]) -> dict[str, Any]:
         """Further JSON files of the folder, name -> content."""
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a declaration means a layer: its name, a name with `*`, or "re:" and a pattern that begins it."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return fnmatchcase(name, pattern)
 
 
 def check_spec(path: Path, key: str, found: TensorSpec, dtype: torch.dtype, *shapes: tuple[int, ...]) -> None:

@@ -62,6 +62,10 @@ class CompressedTensorsFormat(KeyedFormat):
 
         return self.layout.find(shards, rename, activation_of)
 
+    def left_out(self, shards: Shards, config: Mapping[str, Any]) -> list[str]:
+        block = config.get("quantization_config") or config.get("compression_config") or {}
+        return list(block.get("ignore") or ())
+
     def declare(
         self, config: Mapping[str, Any], weights: Mapping[str, StoredWeight], dense_linears: list[str]
     ) -> dict[str, Any]:

@@ -44,6 +44,10 @@ class ModelOptFormat(KeyedFormat):
 
         return self.layout.find(shards, rename, activation_of)
 
+    def left_out(self, shards: Shards, config: Mapping[str, Any]) -> list[str]:
+        block = quantization_of(shards.folder, config)
+        return list(block.get("exclude_modules") or block.get("ignore") or ())
+
     def declare(
         self, config: Mapping[str, Any], weights: Mapping[str, StoredWeight], dense_linears: list[str]
     ) -> dict[str, Any]:

@@ -65,6 +65,10 @@ class TorchaoFormat:
                 raise ValueError(f"{shards.folder}: {name} is stored as {kind}, expected NVFP4Tensor or Tensor.")
         return found
 
+    def left_out(self, shards: Shards, config: Mapping[str, Any]) -> list[str]:
+        block = config.get("quantization_config") or {}
+        return list(block.get("modules_to_not_convert") or ())
+
     def read(self, shards: Shards, stored: StoredWeight) -> NVFP4Parts:
         qdata = shards.read(stored.keys["qdata"])
         return NVFP4Parts(qdata, self.read_scale(shards, stored), self.read_global_scale(shards, stored))
