@@ -105,7 +105,7 @@ def adapter_bytes(linear: Linear, s: Settings) -> tuple[float, float, float]:
     if is_fused(linear, s):
         t = 0 if s.forward == "merge-aware" else c * m * linear.r
         dropped = c * m * k if mask else 0
-        return t + mask, dropped, 4 * dropped
+        return t + mask, dropped, 3 * dropped
     branch = c if c == 4 or s.autocast else 4
     kept = copied(linear, s) + branch * m * linear.r + (mask + branch * m * k if mask else 0)
     cast = c if branch != c else 0  # the gradient back to the base's dtype
