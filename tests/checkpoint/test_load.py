@@ -33,14 +33,26 @@ SMALL = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # What each adds: biases on q, k, v; norms of heads; scaled embeddings and two rotary bases; qkv and gate_up as one
-# linear of the model's own; keys that the hub spells otherwise (transformer.h.0.attn.attention.q_proj).
+# linear of the model's own; keys that the hub spells otherwise (transformer.h.0.attn.attention.q_proj); shared experts
+# in NVFP4, one linear each, beside dense ones that transformers stacks.
 ARCHITECTURES = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "gemma3_text": {"head_dim": 16, "sliding_window": 8},
     "phi3": {},
     "exaone": {"num_layers": 2},
+    "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+    "deepseek_v3": {
+        **EXPERTS,
+        **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16),
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
 }
 
 
@@ -48,7 +60,7 @@ ARCHITECTURES = {
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(request.param, **SMALL, **ARCHITECTURES[request.param])
+    config = AutoConfig.for_model(request.param, **{**SMALL, **ARCHITECTURES[request.param]})
     root = tmp_path_factory.mktemp(request.param)
     quantize_checkpoint(save_dense(root / "dense", config), root / "nvfp4")
     return root / "nvfp4"
@@ -71,6 +83,8 @@ def test_architectures(folder: Path, plain_load: Callable[..., Any], tokens: tor
     """Bit-equal to transformers with torchao: both decode to bf16, then matmul. Renamed keys included (n25)."""
     model = load_model(folder)
     assert len(nvfp4_modules(model)) >= 8
+    if "shared_expert" in str(model):
+        assert any(".shared_expert" in name for name in nvfp4_modules(model))
     assert_same_model(model, plain_load(folder), tokens)
 
 
