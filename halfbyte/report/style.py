@@ -26,8 +26,8 @@ p{margin:.5rem 0;max-width:46rem}
 nav ul{display:flex;flex-wrap:wrap;gap:.25rem 1rem;list-style:none;margin:1rem 0 0;padding:.5rem 0;
 border-block:1px solid var(--line)}
 nav a{display:inline-block;padding:.25rem 0}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.75rem,1fr));gap:.75rem;margin:1.25rem 0 0}
-.tiles div{background:var(--card);border-radius:.5rem;padding:.75rem 1rem}
+.tiles{display:flex;flex-wrap:wrap;gap:.75rem;margin:1.25rem 0 0}
+.tiles div{flex:1 1 8.5rem;background:var(--card);border-radius:.5rem;padding:.75rem 1rem}
 .tiles dt{color:var(--soft);font-size:.85rem}
 .tiles dd{margin:.1rem 0 0;font-size:1.25rem;line-height:1.3;font-weight:600;font-variant-numeric:tabular-nums}
 .tiles dd small{display:block;font-size:.85rem;font-weight:400;color:var(--soft)}
@@ -71,7 +71,7 @@ color:var(--soft);max-width:24rem;margin:.25rem 0 .75rem}
 .differs::after{content:" \\2260"}
 code{font-size:.9em;overflow-wrap:anywhere}
 footer{color:var(--soft);font-size:.875rem;padding-block:2.5rem 3rem}
-@media (max-width:40rem){body{font-size:15px}.tiles{grid-template-columns:1fr 1fr;gap:.5rem}
+@media (max-width:40rem){body{font-size:15px}.tiles{gap:.5rem}.tiles div{flex-basis:40%}
 .tiles div{padding:.6rem .75rem}figure,.card{padding:.75rem}
 .heat th,.heat td{font-size:.72rem;padding:.1rem .05rem}
 .stack thead{position:absolute;left:-999px}

@@ -120,7 +120,7 @@ def test_heat_maps_are_the_records(browser, folder) -> None:
 
 
 @pytest.mark.parametrize("page", ["one.html", "two.html"])
-@pytest.mark.parametrize("width", [320, 390, 800, 1400])
+@pytest.mark.parametrize("width", [320, 390, 800, 1100, 1400])
 def test_nothing_is_wider_than_the_screen(page, width, browser, folder) -> None:
     """Wide tables scroll inside their own frames."""
     browser.open(folder / page, width=width, height=800)
