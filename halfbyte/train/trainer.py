@@ -26,7 +26,7 @@ from halfbyte.checkpoint.output import atomic_folder, only_writer, write_text
 from halfbyte.checkpoint.sidecar import read_record
 from halfbyte.lora import metadata, start_step
 from halfbyte.lora.names import adapted_layers
-from halfbyte.parallel.agree import together, world_size
+from halfbyte.parallel.agree import agree, together, world_size
 from halfbyte.parallel.deepspeed import read_deepspeed_config, stage_of
 from halfbyte.parallel.gather import describe_adapter as describe_sharded
 from halfbyte.parallel.gather import gather_trainable
@@ -90,6 +90,7 @@ def train_on_this_rank(config: TrainConfig, until_done: ExitStack) -> RunResult:
             print(data.summary(), flush=True)
             check_fits(config, folder, build.pick_device(config), data.longest(), world_size())
 
+    check_same_on_all_ranks(run)
     model, engine = build.build_model(config, folder)
     described = describe_adapter(model, spread=engine is not None or bool(config.deepspeed))
     with together("Checking the run", timeout=PREPARE_TIMEOUT_S):
@@ -163,6 +164,18 @@ def run_identity(config: TrainConfig, data: Data) -> dict[str, Any]:
         same["ZeRO stage"] = stage_of(read_deepspeed_config(config.deepspeed))
     same |= merge_aware.identity(config)
     return {"training data": data.fingerprint()[:16], "examples per step": per_step, **same}
+
+
+def check_same_on_all_ranks(run: Mapping[str, Any]) -> None:
+    """ValueError on all ranks, when one has other data or another config than rank 0: their batches would not fit."""
+    first, *others = agree("Comparing the runs", dict(run), timeout=PREPARE_TIMEOUT_S)
+    for number, other in enumerate(others, start=1):
+        for key, value in first.items():
+            if other.get(key) != value:
+                raise ValueError(
+                    f"rank {number} has {key} {other.get(key)}, rank 0 has {value}; give all processes the same config "
+                    "and the same data"
+                )
 
 
 def describe_adapter(model: Any, *, spread: bool) -> metadata.AdapterMetadata | None:

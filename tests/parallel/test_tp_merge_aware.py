@@ -90,6 +90,18 @@ def test_a_slice_without_change_is_rounded_as_the_rest() -> None:
     assert all(map(all, run(2, zero_on_one_rank)))
 
 
+def before_the_start_step() -> tuple[float, float]:
+    """Errors of logits and gradients while the layers are not active: plain LoRA."""
+    model, whole = make({"active": False}), tiny_lora()
+    tensor_parallel(model, mesh_of_all())
+    logits = [one(input_ids=batch(0, 0)).logits.detach() for one in (model, whole)]
+    return error({"": logits[0]}, {"": logits[1]}), gradient_error(model, whole)
+
+
+def test_before_the_start_step_it_is_plain_lora() -> None:
+    assert max(map(max, run(2, before_the_start_step))) < 1e-5
+
+
 def losses(dropout: float) -> tuple[list[float], list[float]]:
     whole, model = make({}, dropout=dropout).train(), make({}, dropout=dropout).train()
     tensor_parallel(model, mesh_of_all())

@@ -204,6 +204,17 @@ def test_launched_with_accelerates_parallelism_config(alone, settings, tmp_path)
     assert metrics(tmp_path / "same", "loss")[0] == pytest.approx(metrics(alone, "loss")[0], rel=1e-5)
 
 
+def train_on_other_rows(settings: dict[str, Any], output_dir: str, rows: str) -> str:
+    return train_rank(settings, output_dir, 2, {"datasets": [rows]} if dist.get_rank() == 1 else {})
+
+
+def test_ranks_with_other_data_are_refused(settings, tmp_path) -> None:
+    """They would train whole factors apart; a rank may have an older copy of the file."""
+    rows = tiny.write_lines(tmp_path / "rows.jsonl", tiny.chat_rows(15))
+    zero, one = run(2, train_on_other_rows, settings, str(tmp_path / "out"), str(rows))
+    assert zero == one and "rank 1 has training data" in zero and "the same data" in zero
+
+
 @pytest.mark.parametrize("other", [{"deepspeed": "zero3.json"}, {"sample_prompts": ["What is 1 and 1?"]}])
 def test_keys_that_do_not_go_together(other: dict[str, Any], settings) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(other))}.*tensor_parallel_size"):
