@@ -13,6 +13,7 @@ from halfbyte.lora.adapter_files import save_adapter as save_unsharded
 from halfbyte.parallel.deepspeed import prepare_for_deepspeed
 from halfbyte.parallel.fsdp2 import fsdp2
 from halfbyte.parallel.gather import save_adapter
+from halfbyte.parallel.mesh import data_mesh
 from halfbyte.parallel.synchronize import synchronize
 from tests.dist import run
 from tests.parallel import zero
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.timeout(1200)  # the first test may wait for a compiler
 
 def save_from(engine: str, mode: str, folder: str) -> None:
     model = make(Case(mode=mode), dist.get_rank())
-    if engine == "fsdp2":
-        fsdp2(model)
+    if engine in ("fsdp2", "hsdp"):
+        fsdp2(model, data_mesh("cpu", replicate=2 if engine == "hsdp" else 1))
     elif engine.startswith("zero"):
         model = zero.initialize(model, prepare_for_deepspeed(model, zero.config(int(engine[-1])))).module
     else:
@@ -34,9 +35,9 @@ def save_from(engine: str, mode: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["plain", "merge-aware dynamic"])
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3"])
 def test_files_are_those_of_one_process(engine: str, mode: str, tmp_path: Path) -> None:
-    run(2, save_from, engine, mode, str(tmp_path / "sharded"), timeout=TIMEOUT)
+    run(4 if engine == "hsdp" else 2, save_from, engine, mode, str(tmp_path / "sharded"), timeout=TIMEOUT)
     save_unsharded(make(Case(mode=mode)), tmp_path / "alone", start_step=3)
     left, right = (tmp_path / name for name in ("sharded", "alone"))
     ours, theirs = (json.loads((f / "adapter_config.json").read_text())["halfbyte"] for f in (left, right))

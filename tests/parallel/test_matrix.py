@@ -37,7 +37,8 @@ TIMEOUT = 120  # a worker's first call imports deepspeed
 ENGINES = {"fsdp2": 2, "hsdp": 4, "zero1": 2, "zero2": 2, "zero3": 2}  # and on how many ranks
 MODES = ("plain", "dynamic", "merge-aware", "merge-aware dynamic")
 OPTIMIZERS = ("AdamW", "AdamW8bit", "AdamW4bit", "AdamWFp8")
-QUICK = {("zero2", "plain"), ("zero3", "plain"), ("zero3", "merge-aware dynamic")}
+QUICK = {(engine, mode) for engine in ("fsdp2", "hsdp", "zero2", "zero3") for mode in ("plain", "merge-aware dynamic")}
+QUICK |= {("fsdp2", "dynamic"), ("fsdp2", "merge-aware")}
 BLOCK = 32
 
 
@@ -115,12 +116,12 @@ def flipped_codes(mode: str, found: dict[str, Tensor], reference: dict[str, Tens
 
 
 def tolerance(mode: str, name: str) -> float:
-    """Of the adapter, relative; measured figures are a tenth of it, or less."""
-    return 1e-5 if (mode, name) == ("plain", "AdamW") else 1e-2
+    """Of the adapter, relative. Seen: equal bits to 6e-7, and 2e-5 where one state's code had moved."""
+    return 1e-5 if (mode, name) == ("plain", "AdamW") else 1e-3
 
 
 CELLS: list[Any] = [
-    pytest.param(engine, mode, marks=[pytest.mark.slow] if "zero" in engine and (engine, mode) not in QUICK else [])
+    pytest.param(engine, mode, marks=[] if (engine, mode) in QUICK else [pytest.mark.slow])
     for engine in ENGINES
     for mode in MODES
 ]
@@ -133,5 +134,5 @@ def test_equals_one_process(engine: str, mode: str) -> None:
             reference = expected(mode, name, ENGINES[engine])
             assert intact
             assert error(adapter, reference.adapter) < tolerance(mode, name)
-            assert losses == pytest.approx(reference.losses, rel=tolerance(mode, name))
+            assert losses == pytest.approx(reference.losses, rel=min(1e-4, tolerance(mode, name)))
             assert flipped_codes(mode, adapter, reference.adapter) < 1e-3

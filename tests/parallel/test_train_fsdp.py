@@ -100,25 +100,36 @@ def test_resumed_on_other_ranks_and_without_fsdp(ranks: int, alone, on_two, sett
 
 
 OPTIONS = {
-    "no reshard, HSDP": (4, {"dp_replicate_size": 2, "fsdp_config": {"reshard_after_forward": False}}),
+    "HSDP, no reshard": (4, {"dp_replicate_size": 2, "fsdp_config": {"reshard_after_forward": False}}),
+    "HSDP, offload, checkpointing": (
+        4,
+        {"dp_replicate_size": 2, "fsdp_config": {"offload_params": True}, "gradient_checkpointing": True},
+    ),
     "offload, checkpointing": (2, {"fsdp_config": {"offload_params": True}, "gradient_checkpointing": True}),
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "HSDP, offload, checkpointing" else pytest.mark.slow) for n in OPTIONS]
+)
 def test_options(name: str, alone, settings, tmp_path) -> None:
     ranks, changes = OPTIONS[name]
     assert set(run(ranks, train_rank, settings, str(tmp_path / "out"), changes)) == {""}
     assert_same_run(tmp_path / "out", alone)
+    again = changes | {"resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-3")}
+    assert set(run(ranks, train_rank, settings, str(tmp_path / "again"), again)) == {""}
+    assert error(adapter_of(tmp_path / "again" / "adapter"), adapter_of(tmp_path / "out" / "adapter")) == 0
 
 
 def test_bf16_is_autocast_as_in_one_process(settings, tmp_path) -> None:
     """Frozen parts in bf16, factors in fp32, gathered side by side."""
     changes = {"bf16": True, "max_steps": 2, "optimizer": "adamw4bit"}
     assert train_rank(settings, str(tmp_path / "alone"), changes) == ""
-    assert run(2, train_rank, settings, str(tmp_path / "two"), changes) == ["", ""]
-    assert metrics(tmp_path / "two", "loss") == pytest.approx(metrics(tmp_path / "alone", "loss"), rel=1e-2)
-    assert next(iter(adapter_of(tmp_path / "two" / "adapter").values())).dtype == torch.float32
+    for ranks, hsdp in ((2, {}), (4, {"dp_replicate_size": 2})):
+        out = tmp_path / str(ranks)
+        assert set(run(ranks, train_rank, settings, str(out), changes | hsdp)) == {""}
+        assert metrics(out, "loss") == pytest.approx(metrics(tmp_path / "alone", "loss"), rel=1e-2)
+        assert next(iter(adapter_of(out / "adapter").values())).dtype == torch.float32
 
 
 def train_and_resume(settings: dict[str, Any], folder: str) -> list[str]:
