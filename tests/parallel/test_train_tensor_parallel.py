@@ -166,16 +166,16 @@ def test_merge_aware_records_what_it_trained(settings, tmp_path) -> None:
 
 
 def without_weights(base: Path, folder: Path) -> Path:
-    """The base with nothing behind the header of its weights."""
+    """The base with a header of its weights, and bytes behind it that no reader takes for block scales: all NaN."""
     bare = shutil.copytree(base, folder / "bare")
     whole = (base / "model.safetensors").read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
-    (bare / "model.safetensors").write_bytes(whole[:header] + bytes(len(whole) - header))
+    (bare / "model.safetensors").write_bytes(whole[:header] + b"\xff" * (len(whole) - header))
     return bare
 
 
 def test_refused_before_any_weight_is_loaded(on_two, settings, tmp_path) -> None:
-    """The base's weights are overwritten with zeros here; a file that is short is refused when it is opened."""
+    """Whatever read the weights would say first that they are damaged."""
     out, changes = str(tmp_path / "out"), {"base_model": str(without_weights(Path(settings["base_model"]), tmp_path))}
     zero, one = run(2, train_rank, settings, out, 4, changes | {"gradient_accumulation_steps": 1})
     assert zero == one and "degree is 4, but the launch has 2 processes" in zero
