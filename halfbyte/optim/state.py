@@ -20,8 +20,11 @@ def moment_names(amsgrad: bool) -> tuple[str, ...]:
 
 
 def is_quantized(param: Tensor, min_quant_numel: int) -> bool:
-    """Counts the whole parameter, not the local shard, so that every mesh decides alike."""
-    return param.numel() >= min_quant_numel
+    """Counts the whole parameter, not the local shard, so that every mesh decides alike.
+
+    A DTensor counts itself whole; a plain tensor that is one rank's part says so by an attribute `whole_numel`.
+    """
+    return getattr(param, "whole_numel", param.numel()) >= min_quant_numel
 
 
 def new_moment(local: Tensor, fmt: StateFormat | None, name: str) -> State:

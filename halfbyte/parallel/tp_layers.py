@@ -191,6 +191,7 @@ def rebuild(cls: type[Any], old: nn.Linear, weight: Tensor, bias: Tensor | None,
     """A dense layer of a class above, with this weight and bias; features, training flags as the old one's."""
     new = cls(old.in_features, old.out_features, bias=bias is not None, device="meta", dtype=weight.dtype)
     new.weight = nn.Parameter(weight.detach().clone(), requires_grad=old.weight.requires_grad)
+    new.weight.whole_numel = old.weight.numel()  # for optimizers that ask how large a parameter is (optim/state.py)
     if bias is not None:
         new.bias = nn.Parameter(bias.detach().clone(), requires_grad=old.bias.requires_grad)
     new.group = group

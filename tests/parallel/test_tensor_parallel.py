@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from halfbyte.lora import fuse
 from halfbyte.lora.adapter_files import load_adapter
@@ -23,7 +24,7 @@ from halfbyte.nvfp4.digest import shard_digest
 from halfbyte.parallel import ddp
 from halfbyte.parallel.gather import gather_trainable, save_adapter
 from halfbyte.parallel.tensor_parallel import clip_grad_norm, tensor_parallel
-from halfbyte.parallel.tp_layers import CutDropout, cut_factors, gathered
+from halfbyte.parallel.tp_layers import ColumnLinear, CutDropout, RowLinear, cut_factors, gathered
 from halfbyte.parallel.tp_lora import CutFusedLoraLinear
 from tests.dist import run
 from tests.parallel.models import PROJECTIONS, batch, loss_of, tiny_base, tiny_lora, trainable
@@ -134,6 +135,27 @@ def test_bf16_is_off_by_no_more_than_on_one_process(packed: bool) -> None:
     for errors in run(2, in_bf16, packed):
         for alone, cut in errors:
             assert 1e-4 < cut < 1.5 * alone
+
+
+def family(name: str) -> tuple[float, int]:
+    """Gradient error of another architecture with LoRA on all projections; layers that are cut."""
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        base = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **shape, use_cache=False))
+        config = peft.LoraConfig(r=4, target_modules=PROJECTIONS, init_lora_weights=False)
+        models.append(peft.get_peft_model(base, config))
+    tensor_parallel(models[0], mesh_of_all())
+    return gradient_error(*models), sum(isinstance(m, (ColumnLinear, RowLinear)) for m in models[0].modules())
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3"])
+def test_other_families(name: str) -> None:
+    """Biases on q, k, v (qwen2), and norms on the heads of a rank, which are whole and frozen (qwen3)."""
+    for gradients_off, cut in run(2, family, name):
+        assert gradients_off < 1e-5 and cut == 7
 
 
 def base_is_cut_not_copied() -> tuple[int, float, bool]:

@@ -50,19 +50,21 @@ def stepped(model: nn.Module, shapes: dict[str, torch.Size], kind: type, mesh: A
     return model
 
 
-def aligned(name: str) -> tuple[bool, int]:
-    """Whether all factors equal one process's; how many states are quantized."""
-    mesh, whole = mesh_of_all(), lora(16, **ALIGNED)
+def aligned(name: str, r: int) -> tuple[bool, int]:
+    """Whether all factors equal one process's; how many there are."""
+    mesh, whole = mesh_of_all(), lora(r, **ALIGNED)
     shapes = {n: p.shape for n, p in whole.named_parameters()}
-    model = stepped(tensor_parallel(lora(16, **ALIGNED), mesh), shapes, OPTIMIZERS[name], mesh)
+    model = stepped(tensor_parallel(lora(r, **ALIGNED), mesh), shapes, OPTIMIZERS[name], mesh)
     expected = trainable(stepped(whole, shapes, OPTIMIZERS[name], None))
     found = gather_trainable(model)
     return found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected), len(found)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_equals_one_process_where_blocks_align(name: str) -> None:
-    for equal, count in run(2, aligned, name):
+@pytest.mark.parametrize("r", [16, 8])
+def test_equals_one_process_where_blocks_align(name: str, r: int) -> None:
+    """With r 8 a factor has the 4096 values from which on its state is quantized, and its parts have fewer."""
+    for equal, count in run(2, aligned, name, r):
         assert equal and count == 14
 
 
