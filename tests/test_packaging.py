@@ -64,7 +64,7 @@ def test_a_plain_install_brings_torch_and_safetensors_only(wheel) -> None:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel) -> None:
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "halfbyte").rglob("*.py")} | {"halfbyte/py.typed"}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
-    assert "halfbyte = halfbyte.cli.main:main" in metadata(wheel, "entry_points.txt")
+    assert "halfbyte = halfbyte.__main__:main" in metadata(wheel, "entry_points.txt")
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
 
 
@@ -87,3 +87,10 @@ print("steps without", len([name for name in {FORBIDDEN!r} if sys.modules[name] 
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == f"steps without {len(FORBIDDEN)}", done.stderr
+
+
+def test_the_command_line_without_its_packages_is_one_sentence() -> None:
+    code = "import sys; sys.modules['typer'] = None; from halfbyte.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: the command line needs the package 'typer'")
+    assert done.stderr.endswith("pip install 'halfbyte[train]'\n")
