@@ -143,9 +143,22 @@ def assert_same_bits(found: Path, expected: Path) -> None:
             assert all(torch.equal(states[0][i][key], value) for key, value in state.items())
 
 
+def resumed_in_between(settings: dict[str, Any], folder: str, changes: dict[str, Any]) -> list[str]:
+    resumed = changes | {"resume_from_checkpoint": f"{folder}/whole/checkpoint-2"}
+    return [train_rank(settings, f"{folder}/whole", 2, changes), train_rank(settings, f"{folder}/resumed", 2, resumed)]
+
+
+def test_low_bit_states_and_merged_weights_resume_bit_for_bit(settings, tmp_path) -> None:
+    changes = {"optimizer": "adamw8bit", "lora_r": 64, "merge_aware": True, "max_steps": 4, "save_steps": 2}
+    assert run(2, resumed_in_between, settings, str(tmp_path), changes) == [["", ""]] * 2
+    assert_same_bits(tmp_path / "resumed" / "checkpoint-4", tmp_path / "whole" / "checkpoint-4")
+    states = torch.load(tmp_path / "whole" / "checkpoint-4" / "optimizer-1-of-2.pt")["state"].values()
+    assert any("exp_avg_scale" in state for state in states)
+
+
 def test_two_by_two_equals_one(settings, tmp_path) -> None:
     """Without dropout, whose masks the two copies would draw for other rows."""
-    changes = {"lora_dropout": 0.0, "optimizer": "adamw8bit", "save_steps": None}
+    changes = {"lora_dropout": 0.0, "optimizer": "adamw8bit", "lora_r": 64, "save_steps": None}
     alone = alone_on_one_thread(settings, tmp_path / "alone", changes)
     assert run(4, train_rank, settings, str(tmp_path / "four"), 2, changes) == [""] * 4
     for key in ("loss", "eval_loss", "grad_norm", "num_tokens"):
