@@ -1,5 +1,5 @@
 """Imports inside the package only look left: numerics < {optim, nvfp4} < lora < parallel < checkpoint < plan < train
-< report < cli.
+< {report, inference} < cli.
 
 `optim` and `nvfp4` never meet: the base is frozen, so an optimizer only ever sees ordinary tensors.
 `plan` reads configs, which is checkpoint's business, and a run prints its plan first, so it stands left of train.
@@ -21,6 +21,7 @@ RANK = {
     "plan": 5,
     "train": 6,
     "report": 7,
+    "inference": 7,
     "cli": 8,
 }
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE]
