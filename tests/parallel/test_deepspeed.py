@@ -85,8 +85,9 @@ def test_gradient_checkpointing(stage: int, case: Case) -> None:
         assert adapter < (1e-5 if case.mode == "plain" else 1e-3) and intact
 
 
-def test_four_ranks() -> None:
-    for adapter, intact in run(4, compare, Case(on_meta=True, differently_seeded=True), 3, {}, timeout=TIMEOUT):
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+def test_four_ranks(stage: int) -> None:
+    for adapter, intact in run(4, compare, Case(on_meta=True, differently_seeded=True), stage, {}, timeout=TIMEOUT):
         assert adapter < 1e-5 and intact
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from halfbyte.checkpoint.merge import merge_checkpoint
 from halfbyte.train.config import build_config
 from halfbyte.train.trainer import train
 from tests.dist import run
@@ -31,6 +32,7 @@ def settings(tmp_path_factory) -> dict[str, Any]:
         "max_steps": 4,
         "learning_rate": 1e-2,
         "lora_r": 4,
+        "lora_modules_to_save": ["lm_head"],
         "save_steps": 2,
         "bf16": False,
     }
@@ -106,6 +108,8 @@ def test_merge_aware_under_zero3_records_what_it_trained(settings, tmp_path) -> 
     assert error(adapter_of(tmp_path / "zero" / "adapter"), adapter_of(tmp_path / "alone" / "adapter")) < 1e-3
     assert found["base_digest"] == expected["base_digest"] and found["mode"] == "merge-aware"
     assert len(found["merged_digest"]) == 64
+    adapter, merged = tmp_path / "zero" / "adapter", tmp_path / "merged"
+    merge_checkpoint(settings["base_model"], adapter, merged, min_retained=0.5)  # it compares that digest
 
 
 def test_deepspeed_outside_of_a_launch_is_refused(settings, tmp_path, monkeypatch) -> None:
