@@ -53,6 +53,13 @@ def target_of(page: str, link: str) -> str | None:
     return os.path.normpath(os.path.join(os.path.dirname(page), link.partition("#")[0]))
 
 
+def on_config(config: Any) -> Any:
+    """Every result is in the menu, under its own heading."""
+    section = next(item["Results"] for item in config.nav if "Results" in item)
+    section += [f"results/{path.name}" for path in sorted((ROOT / RESULTS).glob("*.md"))]
+    return config
+
+
 def on_files(files: Files, *, config: Any) -> Files:
     """Add results, the pages of the root, linked sources, and the page of errors."""
     pages = {f"docs/{file.src_uri}": text_of(f"docs/{file.src_uri}") for file in files.documentation_pages()}
@@ -104,7 +111,13 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         found = os.path.relpath(site_path(target), os.path.dirname(here) or ".")
         return f"{link[1]}{found}{'#' + anchor if anchor else ''}{link[3]}"
 
-    return LINK.sub(rewritten, markdown)
+    return plain_brackets(LINK.sub(rewritten, markdown))
+
+
+def plain_brackets(markdown: str) -> str:
+    """`[x][y]` outside of code is mathematics here, and no reference to an object, as mkdocstrings reads it."""
+    parts = re.split(r"(```.*?```|`[^`\n]*`)", markdown, flags=re.DOTALL)
+    return "".join(part if part.startswith("`") else re.sub(r"\](\s?)\[", r"]\1\\[", part) for part in parts)
 
 
 def text_of(path: str) -> str:
