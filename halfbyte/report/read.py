@@ -5,6 +5,7 @@ Nothing here raises for a file's contents. What cannot be read is left out, and 
 
 import json
 import math
+import reprlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from halfbyte.train.files import ADAPTER, BASE, CONFIG, MEMORY, METRICS, SAMPLES
 RECORD = "halfbyte.json"
 KNOWN = (METRICS, CONFIG, VERSIONS, ADAPTER)
 Points = list[tuple[float, float]]
+MOST_PARTS = 2000  # of one value of the configuration
 
 
 @dataclass(frozen=True)
@@ -159,4 +161,26 @@ def finite(value: Any) -> float | None:
 
 def flat(values: dict[str, Any]) -> dict[str, str]:
     """Key -> value as one line of text."""
-    return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values.items()}
+    return {key: value if isinstance(value, str) else line(value) for key, value in values.items()}
+
+
+def cut_short(value: Any) -> str:
+    """Its first parts, three levels deep."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxlist, short.maxdict, short.maxstring = 3, 20, 20, 200
+    return short.repr(value)
+
+
+def line(value: Any) -> str:
+    """A value as JSON; cut short where YAML's aliases make it endless, or so large that nobody would read it."""
+    waiting, seen = [value], 0
+    while waiting:
+        item = waiting.pop()
+        waiting += item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple | set) else ()
+        seen += 1
+        if seen + len(waiting) > MOST_PARTS:
+            return cut_short(value)
+    try:
+        return json.dumps(value, default=str)
+    except TypeError:  # a key that JSON does not know
+        return cut_short(value)

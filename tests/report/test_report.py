@@ -75,6 +75,14 @@ DAMAGE = {
         b"&a [*a]",
         b"x: 2026-01-01\ny: !!python/object:os.x {}",
     ],
+    # endless, and a gigabyte when written out
+    "config.yaml, aliases": [
+        b"x: &x [*x]",
+        b"a: &a [1,1,1,1,1,1,1,1,1]\n"
+        + b"".join(b"%c: &%c [%s]\n" % (n, n, b",".join([b"*%c" % (n - 1)] * 9)) for n in b"bcdefghij"),
+        b"{[1, 2]: 3, x: {[1]: 2}}",
+        b"x: !!set {a, b}",
+    ],
     "versions.json": [b"", b"3", b"{", b"[" * 100_000],
     "memory.json": [b'{"base": "many", "optimizer": null, "adapter": true}', b"[]"],
     "base.json": [
@@ -89,7 +97,7 @@ DAMAGE = {
 @pytest.mark.parametrize(("name", "content"), [(name, content) for name, all_ in DAMAGE.items() for content in all_])
 def test_a_damaged_file_leaves_a_report_of_the_rest(name, content, tmp_path) -> None:
     folder = runs.write_run(tmp_path / "run")
-    (folder / name).write_bytes(content)
+    (folder / name.partition(",")[0]).write_bytes(content)
     path, _ = write_report(folder)
     assert "checkpoint-40" in text_of(path)
 
