@@ -39,8 +39,14 @@ def bytes_by_kind(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> d
         "base": storage_bytes([*frozen, *model.buffers()]),
         "adapter": storage_bytes(trained),
         "gradients": storage_bytes(param.grad for param in trained if param.grad is not None),
-        "optimizer": storage_bytes(tensors_in(list(optimizer.state.values()))),
+        "optimizer": storage_bytes(tensors_in(list(states_of(optimizer).values()))),
     }
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Its states, without telling an optimizer of ours that somebody has them: it would look for moves from then on."""
+    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has the optimizer under this name
+    return inner.own_state if hasattr(inner, "own_state") else inner.state
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
