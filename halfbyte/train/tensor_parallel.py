@@ -28,8 +28,7 @@ def cut(model: Any, mesh: DeviceMesh) -> tuple[Any, "TensorParallelEngine"]:
 class TensorParallelEngine:
     """`Engine` of a PeftModel cut over the second dimension of a mesh (data, tensor).
 
-    The ranks of a tensor dimension share batches. Over the data dimension it is DDP, also where that has one rank, so
-    that both are one path.
+    The ranks of a tensor dimension share batches. Over the data dimension it is DDP, where that has several ranks.
     """
 
     def __init__(self, model: Any, mesh: DeviceMesh):
@@ -37,6 +36,8 @@ class TensorParallelEngine:
         self.data_rank, self.data_size = mesh[DATA].get_local_rank(), mesh[DATA].size()
 
     def wrap(self, model: nn.Module, **ddp_options: Any) -> nn.Module:
+        if self.data_size == 1:
+            return model
         return DistributedDataParallel(model, process_group=self.mesh[DATA].get_group(), **ddp_options)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -48,8 +49,8 @@ class TensorParallelEngine:
             torch.save(optimizer.state_dict(), folder / self.optimizer_file)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-        device = next(self.model.parameters()).device
-        optimizer.load_state_dict(torch.load(folder / self.optimizer_file, map_location=device, weights_only=True))
+        # From CPU memory: an optimizer moves its states itself, and torch's AdamW wants its step counts left there.
+        optimizer.load_state_dict(torch.load(folder / self.optimizer_file, map_location="cpu", weights_only=True))
 
     @property
     def optimizer_file(self) -> str:
