@@ -2,6 +2,8 @@
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,18 @@ def deepspeed_config(path: str) -> dict[str, Any]:
     if not found.keys() & {"bf16", "fp16"}:
         auto["bf16"] = {"enabled": "auto"}
     return {**auto, **found}
+
+
+@contextmanager
+def accelerates_environment() -> Iterator[None]:
+    """Put Accelerate's variables back as they were: `Trainer` leaves word of DeepSpeed there, for later runs too."""
+    before = {key: value for key, value in os.environ.items() if key.startswith("ACCELERATE_")}
+    try:
+        yield
+    finally:
+        for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
+            del os.environ[key]
+        os.environ |= before
 
 
 def deepspeed_on_cpus() -> dict[str, Any]:

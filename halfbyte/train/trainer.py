@@ -66,7 +66,7 @@ def train(config: TrainConfig) -> RunResult:
     raises   ValueError, FileNotFoundError, FileExistsError or PermissionError for what the user can mend, most of them
              before any weight is loaded; OSError when a checkpoint cannot be written.
     """
-    with process_group(build.pick_device(config)), ExitStack() as until_done:
+    with process_group(build.pick_device(config)), build.accelerates_environment(), ExitStack() as until_done:
         return train_on_this_rank(config, until_done)
 
 

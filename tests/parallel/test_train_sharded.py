@@ -112,6 +112,17 @@ def test_merge_aware_under_zero3_records_what_it_trained(settings, tmp_path) -> 
     merge_checkpoint(settings["base_model"], adapter, merged, min_retained=0.5)  # it compares that digest
 
 
+def zero_and_then_fsdp(settings: dict[str, Any], folder: str) -> list[str]:
+    short = {"max_steps": 1, "save_steps": None}
+    first = train_rank(settings, f"{folder}/zero", 2, short)
+    return [first, train_rank(settings, f"{folder}/fsdp", None, short | {"fsdp": True})]
+
+
+def test_a_later_run_in_the_same_process_is_no_deepspeed_run(settings, tmp_path) -> None:
+    """Trainer leaves ACCELERATE_USE_DEEPSPEED behind, which a second run would follow."""
+    assert run(2, zero_and_then_fsdp, settings, str(tmp_path), timeout=TIMEOUT) == [["", ""]] * 2
+
+
 def test_deepspeed_outside_of_a_launch_is_refused(settings, tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
