@@ -28,13 +28,13 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, in bytes.")] = False,
 ) -> None:
     """Say what a run needs before anything is loaded: memory, disk, network, and which settings fit."""
-    from halfbyte.checkpoint.hub import local_folder
     from halfbyte.checkpoint.shard_writer import parse_size
     from halfbyte.checkpoint.skeleton import load_config
     from halfbyte.cli.quiet import quiet_transformers
     from halfbyte.plan.choose import options
     from halfbyte.plan.machine import gpu_bytes, host_bytes
     from halfbyte.plan.read import read_shape
+    from halfbyte.plan.where import config_place
     from halfbyte.train.plan import settings_of
 
     quiet_transformers()
@@ -42,7 +42,7 @@ def plan(
     if cpu and (gpus > 1 or gpu_memory is not None):
         raise ValueError("--cpu plans a run on this machine's CPU; leave out --gpus and --gpu-memory")
     settings = settings_of(run, "cpu" if cpu else "cuda")
-    where = local_folder(run.base_model)
+    where = config_place(run.base_model)
     shape = read_shape(load_config(where), where, settings)
     if not shape.packed_params:
         raise ValueError(f"{run.base_model}: no layer of {shape.name} can be packed in 4 bits; nothing to plan")

@@ -5,7 +5,7 @@ N ranks share the data, d of them (the shard group) share what is sharded, t sha
             base          adapters            gradients   states   gathered and buffers
 one         1             1                   1           1
 DDP         1             1                   1           1        the gradients once more, in buckets
-FSDP2       1/d           1/d                 1/d         1/d      root whole; two blocks, and one on the way
+FSDP2       1/d           1/d                 1/d         1/d      root; two blocks; a block's gradients
 ZeRO-1      1             1 + fp32 copy 1/d   1           1/d      one bucket of gradients
 ZeRO-2      1             1 + fp32 copy 1/d   1/d         1/d      one bucket of gradients
 ZeRO-3      1/d           1/d + fp32 1/d      1/d         1/d      root, one layer, prefetched layers, one bucket
@@ -69,17 +69,20 @@ class Engine:
         """The base that rests on a rank."""
         return shape.base_bytes(width) / (self.shards if self.kind in SHARDS_BASE else 1)
 
-    def gathered_bytes(self, shape: ModelShape, width: int, trained: float) -> float:
+    def gathered_bytes(self, shape: ModelShape, width: int, trained: float, *, checkpointing: bool) -> float:
         """What a rank holds beside its own for a while.
 
-        trained  bytes of what is trained, on one rank without sharding.
+        trained        bytes of what is trained, on one rank without sharding.
+        checkpointing  FSDP2 then has one block more on the way: backward runs a block forward again.
         """
         root = shape.root_params * width
         if self.kind == "fsdp2":
             if not self.reshard:
                 return shape.base_bytes(width) + trained
             block = shape.largest_block
-            return root + 3 * (block.base_bytes(width) + 4 * block.adapter_params)
+            factors = 4 * block.adapter_params
+            blocks = 3 if checkpointing else 2
+            return root + blocks * (block.base_bytes(width) + factors) + 2 * factors  # gradients, and what is sent
         bucket = 2 * REDUCE_BUCKET
         if self.kind == "zero3":
             layer = max(x.base_bytes(width) for x in shape.largest_block.linears)

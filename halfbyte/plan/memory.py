@@ -48,7 +48,7 @@ def plan_memory(shape: ModelShape, s: Settings, engine: Engine) -> Memory:
     shape = cut(shape, engine.tensor)
     rule, values, trained = rule_of(s.optimizer), shape.trainable_params, trained_bytes(shape, s)
     base = engine.base_bytes(shape, s.width) + kept_codes(shape, s)
-    gathered = engine.gathered_bytes(shape, s.width, trained)
+    gathered = engine.gathered_bytes(shape, s.width, trained, checkpointing=s.gradient_checkpointing)
     adapters = engine.adapter_bytes(trained)
     optimizer = engine.state_bytes(rule.state * values)
     gradients = engine.gradient_bytes(trained)

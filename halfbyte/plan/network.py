@@ -5,8 +5,8 @@ Over n ranks an all-reduce of S bytes sends 2 (n - 1) / n S, an all-gather or re
 DDP, ZeRO-1, 2   the gradients once a step (ZeRO: reduced, and the stepped parameters gathered; the same count)
 FSDP2, ZeRO-3    base and adapters gathered in forward and in backward of every micro-batch, gradients reduced
 HSDP             the same inside a group, and the gradients' shards all-reduced between the groups
-TP               a sum over the layer's ranks for each row-wise result in forward, and for the input's gradient of each
-                 column-wise layer in backward; once more where checkpointing repeats the forward
+TP               a sum over the layer's ranks for each row-wise result in forward (once more where checkpointing repeats
+                 it), for the input's gradient of each column-wise layer in backward, and for whole factors' gradients
 """
 
 from halfbyte.plan.engine import SHARDS_BASE, Engine
@@ -37,14 +37,16 @@ def all_reduce(size: float, ranks: int) -> float:
 
 
 def tensor_bytes(shape: ModelShape, s: Settings, degree: int) -> float:
-    """Of one micro-batch under tensor parallelism; the adapter's [M, r] goes the same way as its layer's result."""
+    """Of one micro-batch under tensor parallelism (parallel/tp_lora.py): results and input gradients, and the gradient
+    of the factor that every rank holds whole."""
     if degree == 1:
         return 0
-    forward = backward = 0.0
+    forward = backward = factors = 0.0
     for block, count in shape.blocks:
         for x in block.linears:
-            r = x.r if x.adapted else 0
-            forward += count * (x.n + r) if x.style == "rowwise" else 0
-            backward += count * (x.k + r) if x.style == "colwise" else 0
+            forward += count * x.n if x.style == "rowwise" else 0
+            backward += count * x.k if x.style == "colwise" else 0
+            whole = {"rowwise": x.n, "colwise": x.k}.get(x.style, 0)
+            factors += count * 4 * x.r * whole if x.adapted else 0
     passes = 2 if s.gradient_checkpointing else 1
-    return all_reduce(s.width * s.tokens * (passes * forward + backward), degree)
+    return all_reduce(s.width * s.tokens * (passes * forward + backward) + factors, degree)

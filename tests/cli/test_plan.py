@@ -73,6 +73,24 @@ def test_a_training_config_is_planned_as_it_stands(tmp_path: Path, capsys: Any) 
     assert "the process" in capsys.readouterr().out
 
 
+def test_of_a_hub_id_the_config_alone_is_fetched(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def download(repo: str, file: str, revision: str | None = None) -> str:
+        asked.append((repo, file, revision))
+        return str(config)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("weights were asked for"))
+    assert run("plan", "some/model@v1", "--gpus", 64, "--gpu-memory", "80GB") == 0
+    assert asked == [("some/model", "config.json", "v1")] and "406e9" in capsys.readouterr().out
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: (_ for _ in ()).throw(OSError("offline")))
+    assert run("plan", "some/model") == 2
+    assert "could not be asked for its config.json (offline)" in capsys.readouterr().err
+
+
 def test_nothing_fits(config: Path, capsys: Any) -> None:
     assert run("plan", config, "--gpus", 2, "--gpu-memory", "24GB") == 0
     assert "Nothing fits. With micro_batch_size 1" in capsys.readouterr().out

@@ -46,9 +46,9 @@ def test_network_by_hand(model) -> None:
     twice = replace(S, gradient_accumulation_steps=2)
     assert network_bytes(model, twice, Engine("ddp", 2)) == grads
     assert network_bytes(model, twice, Engine("fsdp2", 4)) == pytest.approx(2 * 0.75 * (2 * (base + grads) + grads))
-    # TP 2: o and down forward, and again in the recomputation; q, k, v, gate, up backward; r = 16 beside each
-    values = 32 * 2048 * (2 * 2 * (4096 + 16) + 5 * (4096 + 16))
-    assert network_bytes(model, S, Engine("one", 1, 2)) == 2 * values
+    # TP 2: o and down forward, and again in the recomputation; q, k, v, gate, up backward; seven whole factors, fp32
+    values = 32 * 2048 * (2 * 2 * 4096 + 5 * 4096)
+    assert network_bytes(model, S, Engine("one", 1, 2)) == 2 * values + 32 * 4 * 16 * 7 * 4096
 
 
 def test_disk(model) -> None:
