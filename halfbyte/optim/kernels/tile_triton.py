@@ -1,8 +1,10 @@
 """One tile of the fused step: what is read, Adam's formula, and what is written.
 
-A tile is [TILE_ROWS, FOLD, WIDTH]: a row is one quantization block of BLOCK_SIZE values (padded to a power of two), cut
-into FOLD pieces of WIDTH, so that a thread holds values of all pieces and a block's largest value takes fewer shuffles
-and its scale is worked out by fewer threads. All arithmetic is fp32.
+A tile is [FOLD, TILE_ROWS * WIDTH]: TILE_ROWS quantization blocks of BLOCK_SIZE values (padded to a power of two), each
+cut into FOLD pieces of WIDTH; dimension 1 runs through the first pieces of all blocks, then comes a row of second ones.
+So a thread holds values of all pieces, a block's largest value takes fewer shuffles, and fewer threads work out its
+scale. Rejected: [TILE_ROWS, FOLD, WIDTH], where Triton 3.6 gives a thread both pieces and Triton 3.9 does not. All
+arithmetic is fp32.
 
 `hyper` is scalars_triton.load_hyper's tuple; `codec` a tuple of six lane or table handles and the upper half of the
 tables' addresses, see `load_codec`.
@@ -72,7 +74,7 @@ def load_codec(halves, FAST: tl.constexpr):
 def load_tile(first_row, numel, params, grads, m_codes, m_scales, v_codes, v_scales,
               FMT: tl.constexpr, BLOCK_SIZE: tl.constexpr, FOLD: tl.constexpr, TILE_ROWS: tl.constexpr,
               WIDTH: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """What a tile reads: gradient, parameter [TILE_ROWS, FOLD, WIDTH], and of each moment codes and scales."""
+    """What a tile reads: gradient, parameter [FOLD, TILE_ROWS * WIDTH], and of each moment codes and scales."""
     PER_BYTE: tl.constexpr = 2 if FMT == "4bit" else 1
     start = first_row * BLOCK_SIZE
     at = value_offsets(BLOCK_SIZE, FOLD, TILE_ROWS, WIDTH, 1)
@@ -103,19 +105,25 @@ def load_tile(first_row, numel, params, grads, m_codes, m_scales, v_codes, v_sca
 def value_offsets(BLOCK_SIZE: tl.constexpr, FOLD: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr,
                   PER_BYTE: tl.constexpr):  # fmt: skip
     """Offset of each value of a tile, or (PER_BYTE = 2) of each byte of 4-bit codes: int32."""
-    row = tl.arange(0, TILE_ROWS)[:, None, None] * (BLOCK_SIZE // PER_BYTE)
-    piece = tl.arange(0, FOLD)[None, :, None] * (WIDTH // PER_BYTE)
-    return row + piece + tl.arange(0, WIDTH // PER_BYTE)[None, None, :]
+    NUM: tl.constexpr = WIDTH // PER_BYTE
+    i = tl.arange(0, TILE_ROWS * NUM)[None, :]
+    return i // NUM * (BLOCK_SIZE // PER_BYTE) + tl.arange(0, FOLD)[:, None] * NUM + i % NUM
 
 
 @triton.jit
 def value_mask(left, BLOCK_SIZE: tl.constexpr, FOLD: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr,
                PER_BYTE: tl.constexpr):  # fmt: skip
     """Which of them exist, when `left` values do from the tile's start on."""
-    piece = tl.arange(0, FOLD)[None, :, None] * WIDTH
-    in_block = piece + tl.arange(0, WIDTH // PER_BYTE)[None, None, :] * PER_BYTE
-    row = tl.arange(0, TILE_ROWS)[:, None, None] * BLOCK_SIZE
-    return (in_block < BLOCK_SIZE) & (row + in_block < left)
+    NUM: tl.constexpr = WIDTH // PER_BYTE
+    i = tl.arange(0, TILE_ROWS * NUM)[None, :]
+    in_block = tl.arange(0, FOLD)[:, None] * WIDTH + i % NUM * PER_BYTE
+    return (in_block < BLOCK_SIZE) & (i // NUM * BLOCK_SIZE + in_block < left)
+
+
+@triton.jit
+def by_row(x, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """A number a row -> [1, TILE_ROWS * WIDTH]."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [TILE_ROWS, WIDTH]), [1, TILE_ROWS * WIDTH])
 
 
 @triton.jit
@@ -174,8 +182,8 @@ def round_to(x, index, row, hyper, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr
 
 @triton.jit
 def _split_codes(code, FOLD: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Bytes of two 4-bit codes -> codes [TILE_ROWS, FOLD, WIDTH], the upper half first."""
-    return tl.reshape(tl.join(code >> 4, code & 15), [TILE_ROWS, FOLD, WIDTH])
+    """Bytes of two 4-bit codes -> codes [FOLD, TILE_ROWS * WIDTH], the upper half first."""
+    return tl.reshape(tl.join(code >> 4, code & 15), [FOLD, TILE_ROWS * WIDTH])
 
 
 @triton.jit
@@ -192,7 +200,7 @@ def _decode_m(code, scale, codec, FMT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
         value = decode_signed_8bit(code, codec[0], codec[1], FAST)
     else:
         value = look_up(codec[3], codec[7], code.to(tl.int32), FAST)
-    return value * scale[:, None, None]
+    return value * by_row(scale, TILE_ROWS, WIDTH)
 
 
 @triton.jit
@@ -208,7 +216,7 @@ def _decode_v(code, scale, codec, FMT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
         value = decode_unsigned_8bit(code, codec[2], FAST)
     else:
         value = look_up(codec[5], codec[7], code.to(tl.int32), FAST)
-    return value * scale[:, None, None]
+    return value * by_row(scale, TILE_ROWS, WIDTH)
 
 
 @triton.jit
@@ -217,18 +225,18 @@ def _greater(a, b):
 
 
 @triton.jit
-def block_amax(x):
-    """Largest of each block: [TILE_ROWS, FOLD, WIDTH] -> [TILE_ROWS]; NaN if the block holds one."""
-    return tl.reduce(tl.reduce(x, 1, _greater), 1, _greater)
+def block_amax(x, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Largest of each block: [FOLD, TILE_ROWS * WIDTH] -> [TILE_ROWS]; NaN if the block holds one."""
+    return tl.reduce(tl.reshape(tl.reduce(x, 0, _greater), [TILE_ROWS, WIDTH]), 1, _greater)
 
 
 @triton.jit
-def _repair(x, ok):
+def _repair(x, ok, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """(unsigned moment, its blocks' largest) where elements not `ok` count as the largest, and no positive one as 0."""
     x = tl.where(ok, x, 0.0)
-    amax = tl.maximum(block_amax(x), SCALE_MIN)
-    x = tl.where(x > 0.0, tl.maximum(x, (amax * LEAST_SHARE)[:, None, None]), 0.0)
-    return tl.where(ok, x, amax[:, None, None]), amax
+    amax = tl.maximum(block_amax(x, TILE_ROWS, WIDTH), SCALE_MIN)
+    x = tl.where(x > 0.0, tl.maximum(x, by_row(amax * LEAST_SHARE, TILE_ROWS, WIDTH)), 0.0)
+    return tl.where(ok, x, by_row(amax, TILE_ROWS, WIDTH)), amax
 
 
 @triton.jit
@@ -241,12 +249,12 @@ def _store_moment(x, amax, codes, scales, lines, high, code_at, code_mask, row_m
     scale = tl.maximum(amax, SCALE_MIN)
     if FMT == "fp8":
         scale = scale * 0.002232142857142857  # 1 / 448
-        y = x * fast_reciprocal(scale, FAST)[:, None, None]
+        y = x * by_row(fast_reciprocal(scale, FAST), TILE_ROWS, WIDTH)
         if not SIGNED:
             y = tl.where(x > 0.0, tl.maximum(y, 0.001953125), 0.0)  # rule 1: at least the least code, 2^-9
         code = encode_e4m3(y, NATIVE_E4M3)
     else:
-        y = x * (fast_reciprocal(scale, FAST) * STRETCH)[:, None, None]
+        y = x * by_row(fast_reciprocal(scale, FAST) * STRETCH, TILE_ROWS, WIDTH)
         if FMT == "4bit" and not SIGNED:
             code = encode_linear(y, FAST)
         else:
@@ -255,7 +263,7 @@ def _store_moment(x, amax, codes, scales, lines, high, code_at, code_mask, row_m
     if FMT == "4bit":
         if MASKED:
             code = tl.where(mask, code, 0)
-        upper, lower = tl.split(tl.reshape(code, [TILE_ROWS, FOLD, WIDTH // 2, 2]))
+        upper, lower = tl.split(tl.reshape(code, [FOLD, TILE_ROWS * WIDTH // 2, 2]))
         code = (upper << 4) | lower
     if MASKED:
         tl.store(codes + code_at, code, mask=code_mask)
@@ -311,18 +319,18 @@ def step_tile(
     else:
         tl.store(params + start + at, param)
 
-    v_amax = block_amax(v)
+    v_amax = block_amax(v, TILE_ROWS, WIDTH)
     d_amax = v_amax
     if AMSGRAD:
-        d_amax = block_amax(d)
+        d_amax = block_amax(d, TILE_ROWS, WIDTH)
     # One test a tile instead of three selections a value: not finite (m and d are finite where v is), or very large.
     if tl.max((d_amax <= UNSIGNED_LIMIT).to(tl.int32) ^ 1, axis=0) != 0:
         ok = v < float("inf")
         m = tl.where(ok, m, 0.0)
-        v, v_amax = _repair(v, ok)
+        v, v_amax = _repair(v, ok, TILE_ROWS, WIDTH)
         if AMSGRAD:
-            d, d_amax = _repair(d, ok)
-    m_amax = block_amax(tl.abs(m))
+            d, d_amax = _repair(d, ok, TILE_ROWS, WIDTH)
+    m_amax = block_amax(tl.abs(m), TILE_ROWS, WIDTH)
     code_start = start // PER_BYTE
     _store_moment(m, m_amax, m_codes + code_start, m_scales + first_row, codec[4], codec[7], code_at, code_mask,
                   row_mask, mask, FMT, True, STRETCH_M, BITS_M, MASKED, NATIVE_E4M3,
