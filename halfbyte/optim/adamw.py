@@ -93,6 +93,7 @@ class AdamW(Optimizer):
             "differentiable": differentiable,
         }
         self._caches: list[dict] = []  # of each group: its plan and the kernels' tables; never saved
+        self._parameter_caches: dict[int, dict] = {}  # the same of parameters that are stepped alone, by place
         self._known_states: list[int] = []
         self._streams: dict[torch.device, Streams] = {}
         super().__init__(params, defaults)
@@ -145,6 +146,7 @@ class AdamW(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._caches, self._known_states, self._streams = [{} for _ in self.param_groups], [], {}
+        self._parameter_caches = {}
         self._states_seen = False
 
     @torch.no_grad()
@@ -177,16 +179,16 @@ class AdamW(Optimizer):
             self._step_params(params, grads, places, group, cache)
 
     @torch.no_grad()
-    def step_parameter(self, param: Tensor, group: dict[str, Any], cache: dict, place: int) -> None:
+    def step_parameter(self, param: Tensor, group_place: int, place: int) -> None:
         """Step one parameter alone, with its group's options; see `halfbyte.optim.gradient_release`.
 
-        cache  a dict that the caller keeps for this parameter.
-        place  the parameter's place among all of the optimizer's.
+        group_place, place  of its group among the groups, and of it among all parameters.
         """
+        cache = self._parameter_caches.setdefault(place, {})
         plan = cache.get("plan")
-        if plan is not None and plan.states[0] is not self.own_state.get(param):  # a checkpoint was loaded
+        if plan is not None and plan.states[0] is not self.own_state.get(param):  # somebody put another state in
             cache.clear()
-        self._step_params([param], [param.grad], [place], group, cache)
+        self._step_params([param], [param.grad], [place], self.param_groups[group_place], cache)
 
     def _step_params(
         self, params: list[Tensor], grads: list[Any], places: Sequence[int], group: dict[str, Any], cache: dict
@@ -204,7 +206,7 @@ class AdamW(Optimizer):
             "grad_scale": getattr(self, "grad_scale", None),
             "found_inf": getattr(self, "found_inf", None),
             "cache": cache.setdefault("kernels", {}),
-            "states_stay": not self._states_seen,
+            "states_stay": not self._states_seen and not group["offload_states"],  # else they are copies
         }
         if not group["offload_states"]:
             fused_step(locals_, grads, plan.states, counters=counters, **arguments)

@@ -7,8 +7,8 @@ step hooks. Where gradients are reduced after backward (DDP) or by a wrapper (FS
 refused.
 """
 
+import weakref
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -39,12 +39,12 @@ class GradientRelease:
         self.optimizer = optimizer
         self.handles: list[RemovableHandle] = []
         place = 0
-        for group in optimizer.param_groups:
+        for group_place, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                self._hook(param, group, place)
+                self._hook(param, group_place, place)
                 place += 1
 
-    def _hook(self, param: Tensor, group: dict[str, Any], place: int) -> None:
+    def _hook(self, param: Tensor, group_place: int, place: int) -> None:
         if is_dtensor(param):
             raise ValueError(
                 f"a parameter of shape {list(param.shape)} is a DTensor: FSDP2 and tensor parallelism set gradients "
@@ -52,10 +52,18 @@ class GradientRelease:
             )
         if not param.requires_grad:
             return
-        cache: dict = {}
+        # A hook lives in its parameter, where Python's collector does not look: with anything in it that leads back to
+        # the parameter, model and optimizer would never be freed.
+        owner = weakref.ref(self.optimizer)
 
         def step(param: Tensor) -> None:
-            self.optimizer.step_parameter(param, group, cache, place)
+            optimizer = owner()
+            if optimizer is None:
+                raise RuntimeError(
+                    "the optimizer that gradient release steps is gone. Keep it as long as the model is trained, or "
+                    "call remove() on the GradientRelease."
+                )
+            optimizer.step_parameter(param, group_place, place)
             param.grad = None
 
         self.handles.append(param.register_post_accumulate_grad_hook(step))

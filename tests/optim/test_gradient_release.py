@@ -1,6 +1,8 @@
 """Stepping inside backward gives the same weights, and no more than one gradient at a time."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -48,6 +50,7 @@ def test_same_as_stepping_afterwards(cls: type) -> None:
     assert states_equal(released, plain)
     released.load_state_dict(copy.deepcopy(plain.state_dict()))  # a load in between is noticed
     for optimizer, m in ((released, model), (plain, other)):
+        optimizer.param_groups[0]["lr"] = 3e-2  # a load makes new groups
         loss_of(m, 5).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -69,8 +72,9 @@ def test_saving_is_measured() -> None:
 
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(count)
+        optimizer = AdamW8bit(model.parameters())
         if release:
-            GradientRelease(model, AdamW8bit(model.parameters()))
+            GradientRelease(model, optimizer)
         loss_of(model, 0).backward()
         alive[release] = most[0]
     assert (alive[False], alive[True]) == gradient_bytes(model_of().parameters())
@@ -83,6 +87,26 @@ def refuses_ddp() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def test_model_and_optimizer_are_freed() -> None:
+    """Hooks lie where the garbage collector does not look; a hook that led back to its parameter would keep all."""
+    model = model_of()
+    optimizer = AdamW8bit(model.parameters(), offload_states=True)
+    GradientRelease(model, optimizer)
+    loss_of(model, 0).backward()
+    gone = weakref.ref(optimizer), weakref.ref(model[0].weight)
+    del optimizer, model
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_a_backward_pass_without_the_optimizer_is_refused() -> None:
+    model = model_of()
+    GradientRelease(model, AdamW8bit(model.parameters()))
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the optimizer that gradient release steps is gone"):
+        loss_of(model, 1).backward()
 
 
 def test_ddp_is_refused() -> None:

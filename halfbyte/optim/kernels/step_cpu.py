@@ -91,7 +91,7 @@ def step(
     counters = counters if stochastic else None
     plan = cache.get("plan")
     if plan is None or not plan.whereabouts.hold(params, states, counters, param_addresses, states_stay):
-        plan = cache["plan"] = _plan(params, states, fmt, hyper.amsgrad, counters, param_addresses)
+        plan = cache["plan"] = _plan(params, states, fmt, hyper.amsgrad, counters, param_addresses, states_stay)
     plan.table[:, GRAD] = addresses(grads)
     lr, beta1, beta2 = float(hyper.lr), float(hyper.beta1), float(hyper.beta2)
     factors = np.empty((len(params), 2), np.float32)
@@ -127,9 +127,10 @@ def _plan(
     amsgrad: bool,
     counters: Sequence[Counter] | None,
     param_addresses: list[int] | None,
+    states_stay: bool,
 ) -> Plan:
     check_states(params, states, fmt)
-    whereabouts = Whereabouts(params, states, counters, param_addresses)
+    whereabouts = Whereabouts(params, states, counters, param_addresses, states_stay)
     table = np.zeros((len(params), len(COLUMNS)), np.int64)
     table[:, PARAM], table[:, NUMEL] = whereabouts.params, whereabouts.numels
     names = [name + suffix for name in MOMENTS[: 3 if amsgrad else 2] for suffix in ("", "_scale")]

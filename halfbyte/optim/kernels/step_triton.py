@@ -121,7 +121,7 @@ def step(
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         plan = cache.get("plan")
         if plan is None or not plan.fits(params, grads, states, counters, param_addresses, states_stay):
-            plan = cache["plan"] = _plan(params, grads, states, counters, fmt, tuning, param_addresses)
+            plan = cache["plan"] = _plan(params, grads, states, counters, fmt, tuning, param_addresses, states_stay)
         plan.keep_for_current_stream()
         lr, beta1, beta2 = (_scalar(x, device) for x in (hyper.lr, hyper.beta1, hyper.beta2))
         settings = Settings(
@@ -166,6 +166,7 @@ def _plan(
     fmt: StateFormat,
     tuning: Tuning,
     param_addresses: list[int] | None,
+    states_stay: bool,
 ) -> Plan:
     if params[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -175,7 +176,7 @@ def _plan(
     check_states(params, states, fmt)
     tile = _tile(fmt, tuning)[1] * fmt.block_size
     chunking = {True: Chunking(tile, max(1, tuning.chunk // tile)), False: Chunking(PLAIN_TILE, 4)}
-    plan = Plan(params, grads, states, counters, chunking, param_addresses)
+    plan = Plan(params, grads, states, counters, chunking, param_addresses, states_stay)
     plan.set_grads([grad.data_ptr() for grad in grads])
     return plan
 

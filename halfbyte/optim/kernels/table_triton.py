@@ -74,8 +74,9 @@ class Plan:
         counters: Sequence[Counter] | None,
         chunking: dict[bool, Chunking],
         param_addresses: list[int] | None = None,
+        states_stay: bool = False,
     ) -> None:
-        self.whereabouts = Whereabouts(params, states, counters, param_addresses)
+        self.whereabouts = Whereabouts(params, states, counters, param_addresses, states_stay)
         self.grad_key: list[int] = []
         self.device = params[0].device
         self.flat = counters is None or all(c.inner >= p.numel() for c, p in zip(counters, params, strict=True))

@@ -41,10 +41,12 @@ class Whereabouts:
         states: Sequence[State],
         counters: Sequence[Counter] | None,
         param_addresses: list[int] | None,
+        states_stay: bool,
     ) -> None:
+        """Arguments as in `hold`. States that do not stay, copies of a moment, are not kept alive either."""
         self.params = addresses(params) if param_addresses is None else param_addresses
         self.numels = list(map(Tensor.numel, params))
-        self.states, self.state_addresses = states, state_addresses(states)
+        self.states, self.state_addresses = states if states_stay else None, state_addresses(states)
         self.counters = counters and list(counters)
 
     def hold(

@@ -5,14 +5,16 @@ tensors stay. If a table were stale, the update would go to the old memory and t
 """
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from halfbyte.optim import AdamW4bit, AdamW8bit
+from halfbyte.optim import AdamW4bit, AdamW8bit, offload
 from halfbyte.optim.convert import to_torch
+from halfbyte.optim.gradient_release import GradientRelease
 from halfbyte.optim.kernels.whereabouts import Whereabouts
 
 pytest.importorskip("numba")
@@ -200,7 +202,7 @@ def test_hold_compares_everything() -> None:
     """Each list on its own, so that no table outlives what it describes."""
     params: list[Tensor] = [torch.zeros(4), torch.zeros(4)]
     states = [{"step": torch.zeros(())} for _ in params]
-    whereabouts = Whereabouts(params, states, None, None)
+    whereabouts = Whereabouts(params, states, None, None, True)
     assert whereabouts.hold(params, states, None, None, False)
     assert whereabouts.hold(params, states, None, list(whereabouts.params), True)
     assert not whereabouts.hold(params[:1], states[:1], None, None, False)
@@ -209,3 +211,37 @@ def test_hold_compares_everything() -> None:
     assert whereabouts.hold(params, states, None, None, True)  # the caller vouched
     assert not whereabouts.hold(params, list(states), None, None, True)  # for another list
     assert not whereabouts.hold(params, states, None, None, False)
+
+
+def test_copies_of_states_are_not_kept_alive() -> None:
+    """Offloaded moments come to the device for one step; tables that kept them would hold the whole model's there."""
+    params: list[Tensor] = [torch.zeros(4)]
+    states = [{"step": torch.zeros(())}]
+    copy = weakref.ref(states[0]["step"])
+    whereabouts = Whereabouts(params, states, None, None, False)
+    del states
+    assert copy() is None
+    assert not whereabouts.hold(params, [{"step": torch.zeros(())}, {}], None, None, False)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_offloaded_moments_leave_the_device(monkeypatch: pytest.MonkeyPatch, release: bool) -> None:
+    """Every copy that a step makes is gone when it returns."""
+    copies = []
+
+    def remembered(value: Tensor, device: torch.device) -> Tensor:
+        made = value.clone()
+        copies.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(offload, "_device_copy", remembered)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    optimizer = AdamW8bit(model.parameters(), offload_states=True)
+    if release:
+        GradientRelease(model, optimizer)
+    for _ in range(2):
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        gc.collect()
+        assert len(copies) > 0
+        assert all(copy() is None for copy in copies)
