@@ -233,8 +233,10 @@ class Run:
         torch.manual_seed(self.seed)
         return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
 
-    def train(self, model: nn.Module, before: Callable[[int], None] | None = None) -> dict[str, Any]:
-        return train(model, self.data, self.lr, self.steps, self.seed, before, self.args.graph)
+    def train(
+        self, model: nn.Module, before: Callable[[int], None] | None = None, graph: bool = False
+    ) -> dict[str, Any]:
+        return train(model, self.data, self.lr, self.steps, self.seed, before, graph)
 
     def merged_losses(self, model: Any) -> dict[str, Any]:
         """Held-out losses of an adapter, unmerged and merged in each way, and what of its change was kept."""
@@ -254,7 +256,7 @@ class Run:
 
     def plain(self) -> dict[str, Any]:
         model = self.adapter()
-        trained = self.train(model)
+        trained = self.train(model, graph=self.args.graph)
         found = self.merged_losses(model) | trained
         if self.args.dense:
             found["merged, onto the dense original"] = self.onto_dense(model)
@@ -278,9 +280,10 @@ class Run:
 
     def merge_aware(self, name: str) -> dict[str, Any]:
         rounding, scales = ROUNDINGS[name]
-        cache = not (self.args.recompute or self.args.graph)
+        graph = self.args.graph and name == "dither"  # rounding to nearest and other offsets copy from the host
+        cache = not (self.args.recompute or graph)
         model = make_merge_aware(self.adapter(), rounding=rounding, scales=scales, seed=self.seed, cache=cache)
-        found = self.train(model)
+        found = self.train(model, graph=graph)
         found["merged"] = heldout_loss(model, self.data)
         set_merge_aware(model, False)
         return found | {"unmerged": heldout_loss(model, self.data)}
@@ -314,7 +317,9 @@ def main() -> None:
     parser.add_argument("--thresholds", nargs="*", choices=list(OTHER_THRESHOLDS), default=[])
     parser.add_argument("--dynamic", action="store_true", help="quantize the layers' inputs too")
     parser.add_argument("--recompute", action="store_true", help="compute W' in each forward and backward")
-    parser.add_argument("--graph", action="store_true", help="train with a CUDA graph of the step; recomputes W'")
+    parser.add_argument(
+        "--graph", action="store_true", help="train plain and dithered ones with a CUDA graph; recomputes W'"
+    )
     parser.add_argument("--out", type=Path, default=Path("lora_quality.jsonl"))
     parser.add_argument("--report", type=Path, nargs="*", help="train nothing: the table of these JSON lines")
     args = parser.parse_args()
