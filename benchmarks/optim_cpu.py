@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -32,6 +32,7 @@ SETS = {
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OURS = {"8bit": "AdamW8bit", "4bit": "AdamW4bit", "fp8": "AdamWFp8"}
+PEERS = ("torchao", "bitsandbytes")
 BASELINE = "torch AdamW(fused=True)"
 TARGETS = {"LoRA, 448 tensors, 42e6": "at most 2x, plain 25x", "one tensor, 64e6": "at most 3x, plain 25x"}
 
@@ -71,10 +72,12 @@ def fast_step(params: list[nn.Parameter], name: str) -> Step:
     return getattr(halfbyte.optim, OURS[name])(params).step
 
 
-def peer_steps(params: list[nn.Parameter]) -> dict[str, Step]:
-    """Slow peers that can be imported."""
+def peer_steps(params: list[nn.Parameter], peers: Sequence[str]) -> dict[str, Step]:
+    """Of the slow peers those that can be imported."""
     steps: dict[str, Step] = {}
     try:
+        if "torchao" not in peers:
+            raise ImportError("not asked for")
         import torchao.optim
 
         for name in OURS.values():
@@ -82,6 +85,8 @@ def peer_steps(params: list[nn.Parameter]) -> dict[str, Step]:
     except ImportError as error:
         print(f"torchao is left out: {error}", file=sys.stderr)
     try:
+        if "bitsandbytes" not in peers:
+            raise ImportError("not asked for")
         import bitsandbytes
 
         steps["bitsandbytes AdamW8bit"] = bitsandbytes.optim.AdamW8bit(params).step
@@ -90,7 +95,7 @@ def peer_steps(params: list[nn.Parameter]) -> dict[str, Step]:
     return steps
 
 
-def measure(params: list[nn.Parameter], rounds: int, slow_rounds: int) -> dict[str, list[float]]:
+def measure(params: list[nn.Parameter], rounds: int, slow_rounds: int, peers: Sequence[str]) -> dict[str, list[float]]:
     """{label: seconds of each round}. The first call of each, which allocates and compiles, is not counted."""
     steps: dict[str, Step] = {
         BASELINE: torch.optim.AdamW(params, fused=True).step,
@@ -99,7 +104,9 @@ def measure(params: list[nn.Parameter], rounds: int, slow_rounds: int) -> dict[s
     steps |= {f"halfbyte {OURS[name]}": fast_step(params, name) for name in OURS}
     slow: dict[str, Step] = {}
     if slow_rounds:
-        slow = {f"halfbyte {OURS[name]}, plain path": plain_step(params, name) for name in OURS} | peer_steps(params)
+        slow = {f"halfbyte {OURS[name]}, plain path": plain_step(params, name) for name in OURS} | peer_steps(
+            params, peers
+        )
     seconds: dict[str, list[float]] = {label: [] for label in (*steps, *slow)}
     for label, step in (steps | slow).items():
         start = time.perf_counter()
@@ -126,10 +133,10 @@ print(time.perf_counter() - start)
 """
 
 
-def first_steps(threads: int, with_peers: bool) -> dict[str, list[float]]:
+def first_steps(threads: int, with_torchao: bool) -> dict[str, list[float]]:
     """{label: seconds of the first step over 60 shapes, [empty cache, warm cache]}, each in a fresh process."""
     results: dict[str, list[float]] = {}
-    modules = ["halfbyte.optim", "torch.optim", *(["torchao.optim"] if with_peers else [])]
+    modules = ["halfbyte.optim", "torch.optim", *(["torchao.optim"] if with_torchao else [])]
     for module in modules:
         for name in ("AdamW",) if module == "torch.optim" else ("AdamW8bit",):
             with tempfile.TemporaryDirectory() as folder:
@@ -195,6 +202,9 @@ def main() -> None:
     parser.add_argument(
         "--slow-rounds", type=int, default=3, help="of the plain path and slow peers; 0 leaves them out"
     )
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=list(PEERS), help="slow ones; torchao takes minutes"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--out", type=Path, help="write the Markdown here, too")
     parser.add_argument("--commit", default=git_commit(), help="named in the report")
@@ -215,14 +225,17 @@ def main() -> None:
     for name, shapes in SETS.items():
         for dtype in args.dtypes:
             print(f"{name}, {dtype}", file=sys.stderr, flush=True)
-            results[f"{name}, {dtype}"] = measure(params_of(shapes, DTYPES[dtype]), args.rounds, args.slow_rounds)
+            params = params_of(shapes, DTYPES[dtype])
+            results[f"{name}, {dtype}"] = measure(params, args.rounds, args.slow_rounds, args.peers)
     lines += table(results)
     lines += [
         "",
         "First step over 60 shapes, seconds, in a fresh process: empty kernel cache, then with that cache.",
         "",
     ]
-    for label, seconds in first_steps(args.threads, with_peers=args.slow_rounds > 0).items():
+    for label, seconds in first_steps(
+        args.threads, with_torchao=args.slow_rounds > 0 and "torchao" in args.peers
+    ).items():
         lines.append(f"* {label}: {', '.join(f'{s:.2f}' for s in seconds)}")
     print("\n".join(lines))
     if args.out is not None:
