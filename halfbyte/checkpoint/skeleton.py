@@ -185,9 +185,10 @@ def complain(what: str, names: Iterable[str], where: Path) -> None:
 
 def load_config(folder: Path) -> "PreTrainedConfig":
     """transformers' config of a folder; ValueError for one that it does not know."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise ValueError(f"{folder}: transformers does not understand its config.json: {error}") from error

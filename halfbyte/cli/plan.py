@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from halfbyte.train.config import TrainConfig
 
 YAML = (".yaml", ".yml")
+LEAST_GPU = 10**8  # bytes: below, somebody left the unit out
 
 
 def plan(
@@ -47,6 +48,8 @@ def plan(
     if not shape.packed_params:
         raise ValueError(f"{run.base_model}: no layer of {shape.name} can be packed in 4 bits; nothing to plan")
     size = parse_size(gpu_memory) if gpu_memory is not None else gpu_bytes()
+    if gpu_memory is not None and parse_size(gpu_memory) < LEAST_GPU:
+        raise ValueError(f"--gpu-memory {gpu_memory} is less than any GPU has; a plain number is bytes. Say 24GB.")
     available = host_bytes() if cpu else size
     found = options(shape, settings, gpus, available)
     if json:

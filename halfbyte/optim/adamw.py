@@ -156,16 +156,21 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._states_seen and list(map(id, self.own_state.values())) != self._known_states:
-            for cache in self._caches:  # somebody else put a state in
+        if self._states_seen and self._states_changed():
+            for cache in self._caches:
                 cache.pop("plan", None)
         first = 0
         for group, cache in zip(self.param_groups, self._caches, strict=True):
             self._step_group(group, cache, first)
             first += len(group["params"])
-        if self._states_seen and not self._known_states:  # a plan was made, perhaps with new states
+        if not self._known_states:  # a plan was made, perhaps with new states
             self._known_states = list(map(id, self.own_state.values()))
         return loss
+
+    def _states_changed(self) -> bool:
+        """Whether somebody else put a state in, took one out, or emptied one."""
+        states = self.own_state.values()
+        return list(map(id, states)) != self._known_states or not all(states)
 
     def _step_group(self, group: dict[str, Any], cache: dict, first: int) -> None:
         """Step one param group; `first` is the place of its first parameter among all."""
@@ -186,8 +191,8 @@ class AdamW(Optimizer):
         """
         cache = self._parameter_caches.setdefault(place, {})
         plan = cache.get("plan")
-        if plan is not None and plan.states[0] is not self.own_state.get(param):  # somebody put another state in
-            cache.clear()
+        if plan is not None and not (plan.states[0] and plan.states[0] is self.own_state.get(param)):
+            cache.clear()  # somebody put another state in, or emptied it
         self._step_params([param], [param.grad], [place], self.param_groups[group_place], cache)
 
     def _step_params(

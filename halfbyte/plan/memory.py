@@ -140,6 +140,8 @@ def shares_input(block: Block, s: Settings) -> bool:
 
 def unread(block: Block, shape: ModelShape, s: Settings) -> float:
     """PEFT's last layer casts the gradient to fp32 and scales it before it reads what must be computed again."""
+    if not block.linears:
+        return 0
     last = block.linears[-1]
     in_fp32 = last.adapted and not is_fused(last, s) and s.width == 2 and not s.autocast
     return 8 * s.tokens * shape.hidden if in_fp32 else 0

@@ -17,6 +17,7 @@ from halfbyte.train.files import ADAPTER, BASE, CONFIG, MEMORY, METRICS, SAMPLES
 
 RECORD = "halfbyte.json"
 KNOWN = (METRICS, CONFIG, VERSIONS, ADAPTER)
+REPORTS = (REPORT, COMPARED) = ("report.html", "compared.html")  # ours, whatever else is there
 Points = list[tuple[float, float]]
 MOST_PARTS = 2000  # of one value of the configuration
 
@@ -75,7 +76,8 @@ def read_run(folder: Path, merged: Path | None = None) -> Run:
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; give the output_dir of `halfbyte train`")
-    if any(folder.iterdir()) and not any((folder / name).exists() for name in KNOWN):
+    others = [entry for entry in folder.iterdir() if entry.name not in REPORTS and not entry.name.startswith(".")]
+    if others and not any((folder / name).exists() for name in KNOWN):
         raise ValueError(
             f"{folder}: holds no run (none of {', '.join(KNOWN)}); give the output_dir of `halfbyte train`"
         )

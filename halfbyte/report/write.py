@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from halfbyte.report.page import page
-from halfbyte.report.read import Run, read_run
-
-REPORT = "report.html"
-COMPARED = "compared.html"
+from halfbyte.report.read import COMPARED, REPORT, REPORTS, Run, read_run
 
 
 def write_report(
@@ -71,7 +68,7 @@ def last_change(folder: Path, report: Path) -> list[tuple[str, int, int]]:
     """Name, size and time of what lies in a run's folder, the report itself aside."""
     found = []
     for entry in sorted(folder.iterdir()):
-        if entry.name not in (REPORT, COMPARED, report.name) and not entry.name.startswith("."):
+        if entry.name not in (*REPORTS, report.name) and not entry.name.startswith("."):
             try:
                 stat = entry.stat()
             except OSError:  # renamed meanwhile

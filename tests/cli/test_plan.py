@@ -104,6 +104,7 @@ def test_nothing_fits(config: Path, capsys: Any) -> None:
         (["lora_rank=8"], "unknown key 'lora_rank'; did you mean 'lora_r'?"),
         (["lora_r=0"], "lora_r is 0"),
         (["--gpu-memory", "big"], "no size"),
+        (["--gpu-memory", "24"], "a plain number is bytes. Say 24GB."),
         (["--cpu", "--gpus", "2"], "leave out --gpus"),
     ],
 )
@@ -121,3 +122,18 @@ def test_no_such_model_and_no_language_model(tmp_path: Path, capsys: Any) -> Non
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert run("plan", tmp_path) == 2
     assert "can be packed in 4 bits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [{"num_attention_heads": 0}, {"hidden_size": "big"}, {"hidden_size": 65}])
+def test_a_config_with_impossible_numbers(tmp_path: Path, wrong: dict[str, Any], capsys: Any) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **wrong}))
+    assert run("plan", tmp_path) == 2
+    assert "does not understand its config.json" in capsys.readouterr().err
+
+
+def test_blocks_whose_layers_are_not_found_are_estimated(tmp_path: Path, capsys: Any) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "is_decoder": True, **small}))
+    assert run("plan", tmp_path, "--gpu-memory", "24GB", "lora_target_modules=[query]") == 0
+    assert "BertLayer: what it keeps for backward is an estimate" in " ".join(capsys.readouterr().out.split())

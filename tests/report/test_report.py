@@ -54,6 +54,7 @@ def test_text_becomes_no_markup() -> None:
 def test_an_empty_folder_is_a_run_that_begins(tmp_path) -> None:
     path, (run,) = write_report(tmp_path)
     assert "Nothing has been recorded yet." in text_of(path) and not run.finished
+    assert write_report(tmp_path)[0] == path  # its own report makes it no other folder
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path) -> None:

@@ -6,6 +6,7 @@ tensors stay. If a table were stale, the update would go to the old memory and t
 
 import gc
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -99,6 +100,46 @@ def test_whoever_moves_a_tensor_between_steps(cls: type, move: Callable) -> None
         move(pairs[0][1])
         gc.collect()
     assert_twins(pairs)
+
+
+def emptied(optimizer: AdamW8bit) -> None:
+    optimizer.state.clear()
+
+
+def emptied_inside(optimizer: AdamW8bit) -> None:
+    for state in optimizer.state.values():
+        state.clear()
+
+
+def another_mapping(optimizer: AdamW8bit) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("forget", [emptied, emptied_inside, another_mapping], ids=lambda f: f.__name__)
+def test_states_taken_away_start_anew(forget: Callable, seen: bool, release: bool) -> None:
+    """As with torch's optimizers; also where this is the first that anybody does to `state`."""
+    params, optimizer = next(twins())
+    if seen:
+        assert not optimizer.state
+
+    def step(seed: int, params: list[nn.Parameter], optimizer: AdamW8bit) -> None:
+        give_grads(params, seed)
+        if not release:
+            optimizer.step()
+        for place, param in enumerate(params if release else []):
+            optimizer.step_parameter(param, 0, place)
+
+    for seed in range(2):
+        step(seed, params, optimizer)
+    fresh = [nn.Parameter(param.detach().clone()) for param in params]
+    forget(optimizer)
+    pairs = [(params, optimizer), (fresh, AdamW8bit(fresh, lr=1e-2))]
+    for pair in pairs:
+        step(2, *pair)
+    assert_twins(pairs)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
 
 
 def test_a_reference_that_was_kept() -> None:
