@@ -156,6 +156,11 @@ def _from_values(param: Any, values: Any, name: str, fmt: StateFormat | None) ->
             f"{name} of shape {list(values.shape)} does not fit a parameter of shape {list(param.shape)}. Is this the "
             "state of another model?"
         )
+    if not values.is_floating_point():
+        raise ValueError(
+            f"{name} holds {values.dtype} but no {name}_scale lies beside it: codes without their scales. The state "
+            "dict is damaged; load another checkpoint."
+        )
     if is_dtensor(values):
         if values.placements != param.placements:
             values = values.redistribute(param.device_mesh, param.placements)

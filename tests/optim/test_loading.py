@@ -211,3 +211,15 @@ def test_loading_does_not_alias_the_state_dict() -> None:
     before = {k: v.clone() for k, v in optimizer.state[params[0]].items()}
     train(fresh, others, 1)
     assert all(torch.equal(before[key], optimizer.state[params[0]][key]) for key in before)
+
+
+def test_codes_without_their_scales_are_no_moments() -> None:
+    params = params_of()
+    optimizer = AdamW8bit(params)
+    train(optimizer, params)
+    damaged = optimizer.state_dict()
+    damaged["state"] = {
+        key: {n: v for n, v in s.items() if n != "exp_avg_scale"} for key, s in damaged["state"].items()
+    }
+    with pytest.raises(ValueError, match="codes without their scales"):
+        AdamW8bit(params_of()).load_state_dict(damaged)
