@@ -202,6 +202,11 @@ def measured(case: Case) -> float:
 
 def allocator_peak(call: Callable[[], None]) -> float:
     """The most bytes that a call has from torch's CPU allocator at once."""
+    return allocations(call)[0]
+
+
+def allocations(call: Callable[[], None]) -> tuple[int, int]:
+    """(most bytes that a call has from torch's CPU allocator at once, bytes that it has not given back at its end)."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     live = most = 0
@@ -209,7 +214,7 @@ def allocator_peak(call: Callable[[], None]) -> float:
         if event.name() == "[memory]":
             live += event.nbytes()
             most = max(most, live)
-    return most
+    return most, live
 
 
 def planned(case: Case) -> Memory:

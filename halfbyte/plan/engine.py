@@ -5,7 +5,7 @@ N ranks share the data, d of them (the shard group) share what is sharded, t sha
             base          adapters            gradients   states   gathered and buffers
 one         1             1                   1           1
 DDP         1             1                   1           1        the gradients once more, in buckets
-FSDP2       1/d           1/d                 1/d         1/d      root; two blocks; a block's gradients
+FSDP2       1/d           1/d                 1/d         1/d      root; two blocks; a block's gradients, twice
 ZeRO-1      1             1 + fp32 copy 1/d   1           1/d      one bucket of gradients
 ZeRO-2      1             1 + fp32 copy 1/d   1/d         1/d      one bucket of gradients
 ZeRO-3      1/d           1/d + fp32 1/d      1/d         1/d      root, one layer, prefetched layers, one bucket
@@ -18,7 +18,7 @@ is allocated whole, also where it is many times what is trained; both can be set
 from dataclasses import dataclass
 from typing import Literal
 
-from halfbyte.plan.shape import ModelShape
+from halfbyte.plan.shape import Block, ModelShape
 
 Kind = Literal["one", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 REDUCE_BUCKET = 500_000_000  # values, in bf16
@@ -73,16 +73,13 @@ class Engine:
         """What a rank holds beside its own for a while.
 
         trained        bytes of what is trained, on one rank without sharding.
-        checkpointing  FSDP2 then has one block more on the way: backward runs a block forward again.
+        checkpointing  moves the peak of backward (see `fsdp2_gathered`).
         """
         root = shape.root_params * width
         if self.kind == "fsdp2":
             if not self.reshard:
                 return shape.base_bytes(width) + trained
-            block = shape.largest_block
-            factors = 4 * block.adapter_params
-            blocks = 3 if checkpointing else 2
-            return root + blocks * (block.base_bytes(width) + factors) + 2 * factors  # gradients, and what is sent
+            return root + self.fsdp2_gathered(shape.largest_block, width, sent=checkpointing)
         bucket = 2 * REDUCE_BUCKET
         if self.kind == "zero3":
             layer = max(x.base_bytes(width) for x in shape.largest_block.linears)
@@ -90,6 +87,17 @@ class Engine:
         if self.kind in ("zero1", "zero2"):
             return bucket
         return trained if self.data > 1 else 0
+
+    def fsdp2_gathered(self, block: Block, width: int, *, sent: bool) -> float:
+        """FSDP2, in the backward of a block: the block, and the one before it on its way.
+
+        Its gradients are whole until they are scattered; a rank's share of them is counted as its gradients.
+        sent  the buffer with the gradients of the block behind it, which is kept until the next one is sent. Without
+              checkpointing the peak is in the last block, where backward begins, before anything was sent.
+        """
+        factors = 4 * block.adapter_params
+        buffers = factors * (1 - 1 / self.shards) + (factors if sent else 0)
+        return 2 * (block.base_bytes(width) + factors) + buffers
 
     def adapter_bytes(self, params: float) -> float:
         """Trainable parameters; ZeRO keeps an fp32 master copy of a rank's partition."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from transformers import LlamaConfig
 
+from benchmarks import peak_memory_engines as engines
 from benchmarks.peak_memory import CPU_CASES, GPU_CASES, planned
 from halfbyte.plan.disk import plan_disk
 from halfbyte.plan.engine import Engine
@@ -121,6 +122,21 @@ def of_benchmark(file: str, unit: float) -> list[Recorded]:
 
 CPU_FILE, GPU_FILE = "2026-12-01-peak-memory-cpu.md", "2026-12-01-peak-memory-h200.md"
 RUNS += of_benchmark(CPU_FILE, 1e6) + of_benchmark(GPU_FILE, 1e9)
+
+
+def of_engines() -> list[Recorded]:
+    """The runs of benchmarks/peak_memory_engines.py on two CPU processes, planned anew."""
+    found = []
+    for case, engine in engines.runs(engines.SMALL_CASE, 2):
+        on = engines.checkpoints(case)
+        name = f"{engine.name}{', checkpointing' if on == 'on' else ''} (two CPU processes)"
+        text = rf"\| {engine.name} \| {on} \| [\d.]+ \| [\d.]+ \| ([\d.]+) "
+        plan = lambda case=case, engine=engine: engines.planned(case, engine).peak  # noqa: E731
+        found.append(Recorded(name, "2026-12-01-peak-memory-engines-cpu.md", text, 1e6, plan))
+    return found
+
+
+RUNS += of_engines()
 
 
 def size(number: float, unit: float) -> str:
