@@ -55,7 +55,8 @@ def plan(
     if json:
         print_json(shape, settings, found)
     else:
-        print_plan(shape, settings, found, gpus, available)
+        again = " ".join([config, *(overrides or [])]) if config.endswith(YAML) else "run.yaml"
+        print_plan(shape, settings, found, gpus, available, again)
 
 
 def training_config(path: str, overrides: list[str]) -> "TrainConfig":
@@ -72,7 +73,7 @@ def training_config(path: str, overrides: list[str]) -> "TrainConfig":
 
 
 def print_plan(
-    shape: "ModelShape", settings: "Settings", found: "list[Option]", gpus: int, available: float | None
+    shape: "ModelShape", settings: "Settings", found: "list[Option]", gpus: int, available: float | None, run: str
 ) -> None:
     """Parts, every engine, disk, and what to take."""
     from rich.console import Console
@@ -94,7 +95,7 @@ def print_plan(
     checkpointing = "with" if shown.settings.gradient_checkpointing else "without"
     title = f"One rank, {shown.engine.name}, {checkpointing} checkpointing"
     console.print(table.parts_table(memory, title, host=settings.device == "cpu"))
-    console.print(table.options_table(found, available))
+    console.print(table.options_table(found, available, host=settings.device == "cpu"))
     say(table.disk_line(plan_disk(shape, settings)))
     for note in shape.notes:
         say(f"note: {note}")
@@ -105,7 +106,7 @@ def print_plan(
     else:
         say(f"\nTake {taken.engine.name}. In the training config:\n")
         say("\n".join(table.yaml_lines(taken)))
-        say(f"\nand start it with:\n\n{table.launch_line(gpus, HOST)}")
+        say(f"\nand start it with:\n\n{table.launch_line(gpus, HOST, run)}")
 
 
 def print_json(shape: "ModelShape", settings: "Settings", found: "list[Option]") -> None:

@@ -11,7 +11,8 @@ from halfbyte.plan.shape import ModelShape
 if TYPE_CHECKING:
     from rich.table import Table
 
-LEGEND = "ckpt: gradient checkpointing; sent: by a rank in a step; batch: the largest micro-batch that fits"
+LEGEND = "ckpt: gradient checkpointing; sent: by a rank in a step"
+BATCH_LEGEND = "; batch: the largest micro-batch that fits"
 
 
 def headline(shape: ModelShape, s: Settings) -> str:
@@ -59,16 +60,18 @@ def parts_table(memory: Memory, title: str, *, host: bool) -> "Table":
     return table
 
 
-def options_table(options: list[Option], available: float | None) -> "Table":
+def options_table(options: list[Option], available: float | None, *, host: bool) -> "Table":
     """Every engine, without and with checkpointing; narrow enough for 80 columns."""
     from rich import box
     from rich.table import Table
 
-    title = "GB on each GPU" + (f" of {gigabytes(available)} GB" if available is not None else "")
+    title = "GB on the CPU" if host else "GB on each GPU"
+    title += f" of {gigabytes(available)} GB" if available is not None else ""
+    legend = LEGEND + (BATCH_LEGEND if available is not None else "")
     names = ["engine", "ckpt", "at rest", "gathered", "activ.", "peak", "sent"]
     if available is not None:
         names += ["fits", "batch"]
-    table = Table(title=title, caption=LEGEND, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=title, caption=legend, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for place, name in enumerate(names):
         table.add_column(name, justify="left" if place < 2 else "right", no_wrap=True)
     for each in options:
@@ -109,9 +112,9 @@ def yaml_lines(option: Option) -> list[str]:
     return lines
 
 
-def launch_line(ranks: int, host: int) -> str:
-    """How to start that many processes."""
+def launch_line(ranks: int, host: int, run: str = "run.yaml") -> str:
+    """How to start that many processes of a run: its config, and what is overridden."""
     if ranks == 1:
-        return "halfbyte train run.yaml"
+        return f"halfbyte train {run}"
     nodes = f"--nnodes {ranks // host} " if ranks > host else ""
-    return f"torchrun {nodes}--nproc-per-node {min(ranks, host)} -m halfbyte train run.yaml"
+    return f"torchrun {nodes}--nproc-per-node {min(ranks, host)} -m halfbyte train {run}"

@@ -100,6 +100,9 @@ def check_tensor_parallel(folder: Path, degree: int) -> None:
         check_plan(model, plan_of(model), degree)
 
 
+EARLY_REPORT = "report.html"  # of a `halfbyte report --watch` that was started before the run
+
+
 def check_output_dir(output_dir: Path, *, resuming: bool) -> None:
     """Make the folder of the run, and see that it can be written.
 
@@ -107,7 +110,8 @@ def check_output_dir(output_dir: Path, *, resuming: bool) -> None:
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise FileExistsError(f"{output_dir}: output_dir is a file; give a folder")
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not resuming:
+    held = {entry.name for entry in output_dir.iterdir()} if output_dir.is_dir() else set()
+    if held - {EARLY_REPORT} and not resuming:
         raise FileExistsError(
             f"{output_dir}: output_dir is not empty; choose a new folder, or continue with resume_from_checkpoint=true"
         )

@@ -73,6 +73,21 @@ def test_a_training_config_is_planned_as_it_stands(tmp_path: Path, capsys: Any) 
     assert "the process" in capsys.readouterr().out
 
 
+def test_overrides_are_in_the_line_that_starts_the_run(config: Path, tmp_path: Path, capsys: Any) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(f"base_model: {config}\ndatasets: [data.jsonl]\noutput_dir: run\n")
+    assert run("plan", own, "max_steps=5", "--gpus", "64", "--gpu-memory", "80GB") == 0
+    text = capsys.readouterr().out
+    assert f"-m halfbyte train {own} max_steps=5" in text
+    assert "GB on each GPU of 80.0 GB" in text and "largest micro-batch" in text
+
+
+def test_a_cpu_is_called_one(config: Path, capsys: Any) -> None:
+    assert run("plan", config, "--cpu") == 0
+    text = capsys.readouterr().out
+    assert "GB on the CPU of" in text and "GPU" not in text.partition("on the CPU of")[2].partition("Disk")[0]
+
+
 def test_of_a_hub_id_the_config_alone_is_fetched(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     import huggingface_hub
 

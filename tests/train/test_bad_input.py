@@ -9,6 +9,7 @@ import torch
 from halfbyte.checkpoint.output import only_writer
 from halfbyte.cli.main import main
 from halfbyte.train.config import dump_config
+from halfbyte.train.preflight import check_output_dir
 from halfbyte.train.trainer import train
 from tests.train import tiny
 
@@ -49,6 +50,11 @@ def test_output_dir_not_empty(config, tmp_path) -> None:
     with pytest.raises(FileExistsError, match="output_dir is not empty.*resume_from_checkpoint"):
         train(config(tmp_path))
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_report_begun_before_the_run_is_no_run(tmp_path) -> None:
+    (tmp_path / "report.html").write_text("<p>nothing yet</p>")
+    check_output_dir(tmp_path, resuming=False)
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
