@@ -79,7 +79,7 @@ def test_overrides_are_in_the_line_that_starts_the_run(config: Path, tmp_path: P
     assert run("plan", own, "max_steps=5", "--gpus", "64", "--gpu-memory", "80GB") == 0
     text = capsys.readouterr().out
     assert f"-m halfbyte train {own} max_steps=5" in text
-    assert "GB on each GPU of 80.0 GB" in text and "largest micro-batch" in text
+    assert "GB on each GPU of 80.0 GB" in text and "batch:" in text
 
 
 def test_a_cpu_is_called_one(config: Path, capsys: Any) -> None:
