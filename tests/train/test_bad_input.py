@@ -18,7 +18,7 @@ from tests.train import tiny
     ("change", "message"),
     [
         ({"base_model": "no/such/folder"}, "no/such/folder: no such file or folder"),
-        ({"base_model": "someone/some-model"}, "someone/some-model: .*Hub could not be asked"),
+        ({"base_model": "someone/some-model"}, "someone/some-model: .*Hub (could not be asked|is switched off)"),
         ({"datasets": ["missing.jsonl"]}, "missing.jsonl: no such data file"),
         ({"sequence_len": 512}, "sequence_len is 512, but the model's limit is 256"),
         ({"lora_target_modules": ["q_proj", "w_proj"]}, "'w_proj' matches no linear layer; the model has down_proj"),
