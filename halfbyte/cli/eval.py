@@ -4,12 +4,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halfbyte.cli.options import AnyBase, Base, Device
+
 if TYPE_CHECKING:
     from halfbyte.inference.evaluate import HeldOut
 
 
 def eval(
-    base: Annotated[str, typer.Argument(help="A model's folder (NVFP4, merged, dense), or a Hub id.")],
+    base: Base,
     adapter: Annotated[str | None, typer.Option(help="A PEFT adapter's folder; base and both are evaluated.")] = None,
     data: Annotated[
         list[str] | None, typer.Option(help="Held-out data, as in a config's datasets; several are joined.")
@@ -20,8 +22,8 @@ def eval(
     limit: Annotated[int | None, typer.Option(min=1, help="Examples of each task.")] = None,
     sequence_len: Annotated[int, typer.Option(min=1, help="Cut examples of --data to this many tokens.")] = 2048,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples per forward pass.")] = 8,
-    any_base: Annotated[bool, typer.Option("--any-base", help="Take the adapter of another base.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    any_base: AnyBase = False,
+    device: Device = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Held-out loss and perplexity, as training reports them; or lm-eval's tasks."""

@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
+from halfbyte.cli.options import AnyBase, Base, Device, MaxNewTokens, RepetitionPenalty, Temperature, TopK, TopP
+
 
 def generate(
-    base: Annotated[str, typer.Argument(help="A model's folder (NVFP4, merged, dense), or a Hub id.")],
+    base: Base,
     adapter: Annotated[str | None, typer.Option(help="A PEFT adapter's folder, such as RUN/adapter.")] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="What to answer; repeatable. Default: standard input.")
@@ -17,14 +19,14 @@ def generate(
     compare: Annotated[
         str | None, typer.Option(help="Answer with this too: base (no adapter), a model's folder, or another adapter.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token, always. Above: drawn.")] = 0.0,
-    top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest that make up this share.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw among so many of the likeliest.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: repeat less.")] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    repetition_penalty: RepetitionPenalty = None,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
-    any_base: Annotated[bool, typer.Option("--any-base", help="Take the adapter of another base.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    any_base: AnyBase = False,
+    device: Device = "auto",
 ) -> None:
     """Answer prompts with a model, or with two of them."""
     from functools import partial

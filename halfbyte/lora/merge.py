@@ -80,8 +80,8 @@ class Recipe(NamedTuple):
 
 @torch.no_grad()
 def merge(parts: NVFP4Parts, lora_A: Tensor, lora_B: Tensor, scaling: float, recipe: Recipe) -> NVFP4Parts:
-    """`merged_parts` without checks and copies: what did not change is the base's own tensor. It never waits for a GPU.
-    A zero adapter gives the base's bytes, on fresh scales too."""
+    """`merged_parts` without checks and copies: what did not change is the base's own tensor. A zero adapter gives the
+    base's bytes, on fresh scales too; there it waits for a GPU, on the base's scales never."""
     with torch.autocast(parts.qdata.device.type, enabled=False):
         if recipe.scales == "keep":
             qdata = snap_adapter(

@@ -13,9 +13,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from halfbyte.checkpoint.output import write_text
-from halfbyte.train.files import METRICS, PLOT, read_metrics
+from halfbyte.train.files import read_metrics
 
-__all__ = ["METRICS", "PLOT", "read_metrics"]  # handed on; the rest is below
 LINES = 20  # of progress, where the output is no terminal
 
 

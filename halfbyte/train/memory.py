@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from halfbyte.checkpoint.output import write_text
+from halfbyte.train.states import unwrapped
 
 
 class MemoryByKind(TrainerCallback):
@@ -45,7 +46,7 @@ def bytes_by_kind(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> d
 
 def states_of(optimizer: torch.optim.Optimizer) -> Any:
     """Its states, without telling an optimizer of ours that somebody has them: it would look for moves from then on."""
-    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has the optimizer under this name
+    inner = unwrapped(optimizer)
     return inner.own_state if hasattr(inner, "own_state") else inner.state
 
 

@@ -37,7 +37,7 @@ from halfbyte.train.config import TrainConfig, dump_config
 from halfbyte.train.data import Data, load_data
 from halfbyte.train.encode import IGNORED
 from halfbyte.train.engine import Engine, EngineAccelerator, without_parallelism_config
-from halfbyte.train.files import ADAPTER, BASE, CONFIG, MEMORY, SAMPLES, VERSIONS
+from halfbyte.train.files import ADAPTER, BASE, CONFIG, MEMORY, METRICS, PLOT, SAMPLES, VERSIONS, read_metrics
 from halfbyte.train.memory import MemoryByKind
 from halfbyte.train.packing import check_packing
 from halfbyte.train.plan import check_fits
@@ -219,8 +219,8 @@ def make_trainer(
         processing_class=tokenizer,
         optimizer_cls_and_kwargs=build.optimizer_cls_and_kwargs(config),
         callbacks=[
-            callbacks.MetricsFile(output_dir / callbacks.METRICS),
-            callbacks.LossPlot(output_dir / callbacks.METRICS, output_dir / callbacks.PLOT),
+            callbacks.MetricsFile(output_dir / METRICS),
+            callbacks.LossPlot(output_dir / METRICS, output_dir / PLOT),
             callbacks.ProgressLine(),
             callbacks.Diverged(),
             *([merge_aware.StartStep(config.merge_aware_start_step)] if config.merge_aware else []),
@@ -432,6 +432,6 @@ def versions() -> dict[str, str]:
 
 def result_of(step: int, output_dir: Path) -> RunResult:
     """The run's result; the loss before training is read from the metrics, which a resumed run inherits."""
-    losses = [row["eval_loss"] for row in callbacks.read_metrics(output_dir / callbacks.METRICS) if "eval_loss" in row]
+    losses = [row["eval_loss"] for row in read_metrics(output_dir / METRICS) if "eval_loss" in row]
     first, last = (losses[0], losses[-1]) if losses else (None, None)
     return RunResult(output_dir / ADAPTER, step, first, last)

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfbyte.checkpoint import resume
-from halfbyte.train.callbacks import METRICS, read_metrics
 from halfbyte.train.config import build_config
+from halfbyte.train.files import METRICS, read_metrics
 from halfbyte.train.trainer import train
 from tests.dist import outcomes, run
 from tests.parallel.training import error

@@ -25,9 +25,9 @@ from safetensors.torch import load_file
 from halfbyte.checkpoint import resume
 from halfbyte.checkpoint.load import load_model
 from halfbyte.lora.adapter_files import load_adapter
-from halfbyte.train.callbacks import METRICS, read_metrics
 from halfbyte.train.config import build_config, load_config
 from halfbyte.train.data import load_data
+from halfbyte.train.files import METRICS, read_metrics
 from halfbyte.train.trainer import train
 from tests.dist import run
 from tests.parallel.training import error

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from halfbyte.train import callbacks
+from halfbyte.train.files import read_metrics
 
 
 def state(step: int, last: int = 10) -> SimpleNamespace:
@@ -15,8 +16,8 @@ def state(step: int, last: int = 10) -> SimpleNamespace:
 def test_a_line_torn_by_a_kill_is_passed_over(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n[3]\n{"step": 2, "lo')
-    assert callbacks.read_metrics(path) == [{"step": 1, "loss": 2.0}]
-    assert callbacks.read_metrics(tmp_path / "none.jsonl") == []
+    assert read_metrics(path) == [{"step": 1, "loss": 2.0}]
+    assert read_metrics(tmp_path / "none.jsonl") == []
 
 
 @pytest.mark.parametrize(("resumed_from", "left"), [(0, []), (2, [1, 2])])
@@ -25,7 +26,7 @@ def test_metrics_start_anew_or_go_on_from_the_checkpoint(resumed_from, left, tmp
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 3)))
     callbacks.MetricsFile(path).on_train_begin(None, state(resumed_from), None)
-    assert [row["step"] for row in callbacks.read_metrics(path)] == left
+    assert [row["step"] for row in read_metrics(path)] == left
 
 
 def test_plot_skips_what_is_no_number_and_draws_nothing_from_nothing(tmp_path) -> None:

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from halfbyte.checkpoint import resume
-from halfbyte.train.callbacks import METRICS, read_metrics
 from halfbyte.train.config import dump_config
+from halfbyte.train.files import METRICS, read_metrics
 from halfbyte.train.trainer import train
 
 # Trains, and is killed by the system in the middle of writing its third checkpoint: the adapter of step 9 is in the

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from halfbyte import load_model
 from halfbyte.train import build, train
-from halfbyte.train.callbacks import METRICS, PLOT, read_metrics
 from halfbyte.train.config import OptimizerName, load_config
 from halfbyte.train.data import load_data
 from halfbyte.train.encode import IGNORED
+from halfbyte.train.files import METRICS, PLOT, read_metrics
 from tests.train import tiny
 
 

@@ -32,10 +32,8 @@ class ModelOptFormat(KeyedFormat):
     codes_suffix = LAYOUT.codes_suffix
 
     def find(self, shards: Shards, config: Mapping[str, Any], rename: Rename = same_name) -> dict[str, StoredWeight]:
-        default, layers = (
-            check_algorithm(shards, config),
-            quantization_of(shards.folder, config).get("quantized_layers"),
-        )
+        default = check_algorithm(shards, config)
+        layers = quantization_of(shards.folder, config).get("quantized_layers")
         own = layers if isinstance(layers, dict) else {}
 
         def activation_of(fqn: str, scale: float | None) -> ActivationQuant | None:
