@@ -9,8 +9,8 @@ adapter, the data's order and the dither) one plain adapter and one merge-aware 
 each is evaluated unmerged and merged. "Merged" is the forward with W', whose bytes are the file's. Rank 16 on all
 linear layers, batches of 8, fp32, AdamW, cosine with 5% warm-up. One JSON line a run, and a table at the end.
 
---thresholds also trains with other dithers: low-discrepancy along rows or columns, one threshold for a block, and the
-hash drawn anew each step for the first fifth of the run. Several runs' JSON lines make one table with --report.
+--thresholds also trains with other dithers: low-discrepancy along rows or columns, and the hash drawn anew each step
+for the first fifth of the run. Several runs' JSON lines make one table with --report.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from halfbyte.lora import make_merge_aware, retention, set_merge_aware
 from halfbyte.lora.merge_aware import merge_aware_layers
 from halfbyte.lora.merge_aware_layer import MergeAwareLinear, components_of
 from halfbyte.lora.retention import total
-from halfbyte.numerics.dither import OFFSET_BITS, column_keys, offsets, row_keys
+from halfbyte.numerics.dither import OFFSET_BITS, block_keys, offsets, row_keys
 from halfbyte.nvfp4 import ActivationQuant, NVFP4Linear, NVFP4Parts, nvfp4_modules, quantize
 from halfbyte.nvfp4.snap import snap
 from halfbyte.train.encode import chat_encoder
@@ -186,13 +186,13 @@ class OtherThresholds(MergeAwareLinear):
 
 
 def hashed(parts: NVFP4Parts, name: str, seed: int) -> Tensor:
-    """The package's own offsets, [N, K]."""
-    (n, k), device = parts.shape, parts.qdata.device
-    return offsets(row_keys(seed, name, 0, n, device), column_keys(seed, name, 0, k, device))
+    """The package's own offsets, [N, K/16]."""
+    (n, blocks), device = parts.scale.shape, parts.qdata.device
+    return offsets(row_keys(seed, name, 0, n, device), block_keys(seed, name, 0, blocks, device))
 
 
 def along_rows(parts: NVFP4Parts, name: str, seed: int) -> Tensor:
-    """Each column's offsets step through [0, 1) by the golden ratio from a hashed start."""
+    """Each block column's offsets step through [0, 1) by the golden ratio from a hashed start."""
     first = hashed(parts, name, seed)[:1]
     return (first + golden_steps(parts.shape[0], first.device).unsqueeze(-1)) % ONE
 
@@ -200,7 +200,7 @@ def along_rows(parts: NVFP4Parts, name: str, seed: int) -> Tensor:
 def along_columns(parts: NVFP4Parts, name: str, seed: int) -> Tensor:
     """Each row's offsets step through [0, 1) by the golden ratio from a hashed start."""
     first = hashed(parts, name, seed)[:, :1]
-    return (first + golden_steps(parts.shape[1], first.device)) % ONE
+    return (first + golden_steps(parts.scale.shape[1], first.device)) % ONE
 
 
 def golden_steps(count: int, device: torch.device) -> Tensor:
@@ -208,12 +208,7 @@ def golden_steps(count: int, device: torch.device) -> Tensor:
     return ((torch.arange(count, device=device).double() * GOLDEN_RATIO).frac() * ONE).int()
 
 
-def by_block(parts: NVFP4Parts, name: str, seed: int) -> Tensor:
-    """One offset for a block of sixteen."""
-    return hashed(parts, name, seed)[:, ::16].repeat_interleave(16, dim=1)
-
-
-OTHER_THRESHOLDS = {"along rows": along_rows, "along columns": along_columns, "by block": by_block, "redrawn": hashed}
+OTHER_THRESHOLDS = {"along rows": along_rows, "along columns": along_columns, "redrawn": hashed}
 
 
 class Run:
@@ -280,9 +275,12 @@ class Run:
 
     def merge_aware(self, name: str) -> dict[str, Any]:
         rounding, scales = ROUNDINGS[name]
-        graph = self.args.graph and name == "dither"  # rounding to nearest and other offsets copy from the host
+        graph = self.args.graph
         cache = not (self.args.recompute or graph)
         model = make_merge_aware(self.adapter(), rounding=rounding, scales=scales, seed=self.seed, cache=cache)
+        if graph:  # else fresh scales look whether anything changed, and wait for the GPU
+            for layer in merge_aware_layers(model).values():
+                layer.recipe = layer.recipe._replace(changed=True)
         found = self.train(model, graph=graph)
         found["merged"] = heldout_loss(model, self.data)
         set_merge_aware(model, False)
@@ -318,7 +316,7 @@ def main() -> None:
     parser.add_argument("--dynamic", action="store_true", help="quantize the layers' inputs too")
     parser.add_argument("--recompute", action="store_true", help="compute W' in each forward and backward")
     parser.add_argument(
-        "--graph", action="store_true", help="train plain and dithered ones with a CUDA graph; recomputes W'"
+        "--graph", action="store_true", help="train with a CUDA graph, but not --thresholds; recomputes W'"
     )
     parser.add_argument("--out", type=Path, default=Path("lora_quality.jsonl"))
     parser.add_argument("--report", type=Path, nargs="*", help="train nothing: the table of these JSON lines")

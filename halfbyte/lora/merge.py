@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.lora.snap_adapter import delta_chunks, snap_adapter
-from halfbyte.numerics.dither import column_keys, offsets, row_keys
+from halfbyte.numerics.dither import block_keys, offsets, row_keys
 from halfbyte.numerics.e2m1 import E2M1_MAX
 from halfbyte.nvfp4.dequantize import dequantize
 from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts
@@ -53,7 +53,8 @@ def merged_parts(
               chooses the dither's offsets.
     rounding  "dither" or "nearest"; scales "keep" (the base's block scales) or "fresh" (from the merged block maxima).
     dtype     the base's original dtype; only "nearest" rounds to it before the quantizer.
-    row_offset, column_offset   where a shard begins in the whole weight, so that it is rounded as the whole would be.
+    row_offset, column_offset   where a shard begins in the whole weight, so that it is rounded as the whole would be;
+                                the column a multiple of 16.
     raises    ValueError for an unknown mode, factors that do not fit, or a NaN or infinite factor.
     """
     check_modes(rounding, scales)
@@ -105,12 +106,12 @@ def on_fresh_scales(parts: NVFP4Parts, lora_A: Tensor, lora_B: Tensor, scaling: 
     """The merged weight with block scales from its own maxima, a chunk of rows at a time."""
     seed, name, device = recipe.seed, recipe.name, parts.qdata.device
     qdata, scale = torch.empty_like(parts.qdata), torch.empty_like(parts.scale)
-    columns = column_keys(seed, name, recipe.column_offset, parts.shape[1], device)
+    blocks = block_keys(seed, name, recipe.column_offset // BLOCK_SIZE, parts.scale.shape[1], device)
     for rows, delta in delta_chunks(lora_A, lora_B, scaling):
         piece = NVFP4Parts(parts.qdata[rows], parts.scale[rows], parts.global_scale)
         offset = None
         if recipe.rounding == "dither":
-            offset = offsets(row_keys(seed, name, recipe.row_offset + rows.start, len(delta), device), columns)
+            offset = offsets(row_keys(seed, name, recipe.row_offset + rows.start, len(delta), device), blocks)
         qdata[rows], scale[rows] = requantize(piece, delta, offset, recipe.dtype)
     return NVFP4Parts(qdata, scale, parts.global_scale)
 

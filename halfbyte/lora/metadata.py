@@ -25,7 +25,7 @@ from halfbyte.nvfp4.linear import NVFP4Linear
 CONFIG_NAME = "adapter_config.json"
 KEY = "halfbyte"
 FORMAT_VERSION = 1
-QUANTIZER_VERSION = 2  # of the bits that merged_parts gives; a change that moves one code raises it
+QUANTIZER_VERSION = 3  # of the bits that merged_parts gives; a change that moves one code raises it
 MODES = ("plain", "merge-aware")
 SHOWN = 3  # differences spelled out in an error
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfbyte.numerics.dither import low_word, offsets
 from halfbyte.numerics.hashing import GOLDEN, indexed_keys, key64, signed
-from halfbyte.nvfp4.format import NVFP4Parts, row_chunks
+from halfbyte.nvfp4.format import BLOCK_SIZE, NVFP4Parts, row_chunks
 from halfbyte.nvfp4.kernels.available import has_numba, has_triton
 from halfbyte.nvfp4.snap import snap, step_inv
 
@@ -33,12 +33,13 @@ def snap_adapter(
 ) -> Tensor:
     """Codes uint8 [N, K/2] of parts + scaling * lora_B @ lora_A. Checks nothing, and never waits for a GPU.
 
-    row_offset, column_offset   where a shard begins in the whole weight, so that it is rounded as the whole would be.
+    row_offset, column_offset   where a shard begins in the whole weight, so that it is rounded as the whole would be;
+                                the column a multiple of 16.
     """
     row_key = signed(key64("row", seed, name) + row_offset * GOLDEN)
-    column_key = signed(key64("column", seed, name) + column_offset * GOLDEN)
+    block_key = signed(key64("block", seed, name) + column_offset // BLOCK_SIZE * GOLDEN)
     scale = parts.scale.view(torch.uint8)
-    return lora_snap(parts.qdata, scale, parts.global_scale, lora_A, lora_B, scaling, dither, row_key, column_key)
+    return lora_snap(parts.qdata, scale, parts.global_scale, lora_A, lora_B, scaling, dither, row_key, block_key)
 
 
 @torch.library.custom_op("halfbyte::lora_snap", mutates_args=())
@@ -51,17 +52,17 @@ def lora_snap(
     scaling: float,
     dither: bool,
     row_key: int,
-    column_key: int,
+    block_key: int,
 ) -> Tensor:
     """Merged codes.
 
     qdata uint8 [N, K/2], scale uint8 [N, K/16], global_scale fp32 []   the base.
     lora_A [r, K], lora_B [N, r]   any float dtype.
     dither                         False rounds to nearest; the keys are then not used.
-    row_key, column_key            64 bits each, of seed and name (numerics/dither.py).
+    row_key, block_key             64 bits each, of seed and name (numerics/dither.py).
     """
     parts = NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), global_scale)
-    keys = (row_key, column_key) if dither else None
+    keys = (row_key, block_key) if dither else None
     if qdata.device.type != "cpu" or not has_numba():
         return snap_rows(parts, lora_A, lora_B, scaling, keys)
     from halfbyte.nvfp4.kernels.snap_cpu import snap_low_rank
@@ -79,9 +80,9 @@ def _(
     scaling: float,
     dither: bool,
     row_key: int,
-    column_key: int,
+    block_key: int,
 ) -> Tensor:
-    keys = (row_key, column_key) if dither else None
+    keys = (row_key, block_key) if dither else None
     if not has_triton():
         parts = NVFP4Parts(qdata, scale.view(torch.float8_e4m3fn), global_scale)
         return snap_rows(parts, lora_A, lora_B, scaling, keys)
@@ -100,7 +101,7 @@ def _(
     scaling: float,
     dither: bool,
     row_key: int,
-    column_key: int,
+    block_key: int,
 ) -> Tensor:
     return torch.empty_like(qdata, memory_format=torch.contiguous_format)
 
@@ -109,14 +110,13 @@ def snap_rows(
     parts: NVFP4Parts, lora_A: Tensor, lora_B: Tensor, scaling: float, keys: tuple[int, int] | None
 ) -> Tensor:
     """`lora_snap` in plain PyTorch, on any device."""
-    n, k = parts.shape
     device = parts.qdata.device
     qdata = torch.empty_like(parts.qdata, memory_format=torch.contiguous_format)
-    columns = None if keys is None else low_word(indexed_keys(keys[1], 0, k, device))
+    blocks = None if keys is None else low_word(indexed_keys(keys[1], 0, parts.scale.shape[1], device))
     for rows, delta in delta_chunks(lora_A, lora_B, scaling):
         offset = None
-        if keys is not None and columns is not None:
-            offset = offsets(low_word(indexed_keys(keys[0], rows.start, len(delta), device)), columns)
+        if keys is not None and blocks is not None:
+            offset = offsets(low_word(indexed_keys(keys[0], rows.start, len(delta), device)), blocks)
         qdata[rows] = snap(NVFP4Parts(parts.qdata[rows], parts.scale[rows], parts.global_scale), delta, offset)
     return qdata
 

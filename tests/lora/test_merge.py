@@ -142,7 +142,7 @@ def test_golden_codes() -> None:
     lora_A = (torch.arange(2 * 64).reshape(2, 64) % 7 - 3).float()
     lora_B = (torch.arange(32 * 2).reshape(32, 2) % 5 - 2).float()
     merged = merged_parts(NVFP4Parts(qdata, scale, torch.tensor(1.0)), lora_A, lora_B, 0.125, name="w", seed=3)
-    assert f"{weight_digest(merged):016x}" == "39378a41ffba659f"
+    assert f"{weight_digest(merged):016x}" == "29d600c1f3086fd5"
 
 
 def test_refused() -> None:

@@ -1,7 +1,7 @@
 """The dither's keys and offsets (numerics/dither.py) in Triton, bit for bit.
 
-Rows' and columns' keys are hashed in 64 bits, once each, by a small kernel of their own; an element mixes two of them
-in 32 bits, inside the kernel that needs the offset.
+Rows' and blocks' keys are hashed in 64 bits, once each, by a small kernel of their own; an offset mixes two of them in
+32 bits, inside the kernel that needs it.
 """
 
 import torch
@@ -16,7 +16,7 @@ GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 SECOND = tl.constexpr(0x94D049BB133111EB)
 OFFSET_BITS = tl.constexpr(dither.OFFSET_BITS)
-BLOCK = 256
+PROGRAM = 256
 
 
 @triton.jit
@@ -28,33 +28,32 @@ def mix64(x):
 
 
 @triton.jit
-def keys_kernel(row_ptr, column_ptr, row_key, column_key, n, k, STRIDE: tl.constexpr, SIZE: tl.constexpr):
-    """Low words of the hashes of (row_key, 0..n-1), and of (column_key, 0..k-1), column i to [i % STRIDE, i // STRIDE].
+def keys_kernel(row_ptr, block_ptr, row_key, block_key, num_rows, num_blocks, SIZE: tl.constexpr):
+    """Low words of the hashes of (row_key, 0..num_rows-1) and of (block_key, 0..num_blocks-1).
 
     Grid: enough programs of SIZE for the longer of the two, by 2.
     """
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     turned = index.to(tl.uint64) * tl.full([], GOLDEN, tl.uint64)
     if tl.program_id(1) == 0:
-        tl.store(row_ptr + index, mix64(turned + row_key.to(tl.uint64)).to(tl.int32), mask=index < n)
+        tl.store(row_ptr + index, mix64(turned + row_key.to(tl.uint64)).to(tl.int32), mask=index < num_rows)
     else:
-        place = index // STRIDE + (index % STRIDE) * (k // STRIDE)
-        tl.store(column_ptr + place, mix64(turned + column_key.to(tl.uint64)).to(tl.int32), mask=index < k)
+        tl.store(block_ptr + index, mix64(turned + block_key.to(tl.uint64)).to(tl.int32), mask=index < num_blocks)
 
 
 @triton.jit
-def offset(row_key, column_key):
-    """An element's offset from int32 keys, int32 in [0, 2^OFFSET_BITS)."""
-    x = (row_key ^ column_key).to(tl.uint32, bitcast=True)
+def offset(row_key, block_key):
+    """A block's offset from int32 keys, int32 in [0, 2^OFFSET_BITS)."""
+    x = (row_key ^ block_key).to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     x = x ^ (x >> 16)
     return (x >> (32 - OFFSET_BITS)).to(tl.int32, bitcast=True)
 
 
-def keys(row_key: int, column_key: int, n: int, k: int, device: torch.device, *, stride: int) -> tuple[Tensor, Tensor]:
-    """int32 keys of n rows and of k columns; column i lies at [i % stride, i // stride]. The keys are 64 bits each."""
-    rows, columns = torch.empty(n + k, dtype=torch.int32, device=device).split((n, k))
-    grid = (triton.cdiv(max(n, k), BLOCK), 2)
-    keys_kernel[grid](rows, columns, signed(row_key), signed(column_key), n, k, STRIDE=stride, SIZE=BLOCK)
-    return rows, columns
+def keys(row_key: int, block_key: int, num_rows: int, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int32 keys of rows and of blocks; the keys given are 64 bits each."""
+    rows, blocks = torch.empty(num_rows + num_blocks, dtype=torch.int32, device=device).split((num_rows, num_blocks))
+    grid = (triton.cdiv(max(num_rows, num_blocks), PROGRAM), 2)
+    keys_kernel[grid](rows, blocks, signed(row_key), signed(block_key), num_rows, num_blocks, SIZE=PROGRAM)
+    return rows, blocks

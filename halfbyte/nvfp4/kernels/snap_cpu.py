@@ -90,16 +90,18 @@ def move(codes, acc, inverse, place):
 
 
 @numba.njit(nogil=True, cache=True)
-def offsets(row_key, column_keys, offset):
-    """numerics/dither.py, for a piece of one row."""
-    for c in range(offset.shape[0]):
-        x = row_key ^ column_keys[c]
+def offsets(row_key, block_keys, offset):
+    """numerics/dither.py, for a piece of one row; a value for each column."""
+    for block in range(len(block_keys)):
+        x = row_key ^ block_keys[block]
         x = u32(x ^ (x >> u32(16)))
         x = u32(x * M1)
         x = u32(x ^ (x >> u32(15)))
         x = u32(x * M2)
         x = u32(x ^ (x >> u32(16)))
-        offset[c] = i32(u32(x >> SHIFT))
+        shift = i32(u32(x >> SHIFT))
+        for c in range(16):
+            offset[16 * block + c] = shift
 
 
 @numba.njit(nogil=True, cache=True)
@@ -120,7 +122,7 @@ def settle(place, offset, codes):
 
 
 @numba.njit(nogil=True, cache=True)
-def snap_rows(qdata, step_inv, up, down, row_keys, column_keys, dithered, out, start, stop):
+def snap_rows(qdata, step_inv, up, down, row_keys, block_keys, dithered, out, start, stop):
     """Rows start to stop of qdata [N, K/2] into out; up fp64 [N, r], scaled, down fp64 [r, K], keys uint32."""
     k = down.shape[1]
     acc_tile, codes_tile = np.empty(TILE, np.float64), np.empty(TILE, np.uint8)
@@ -135,7 +137,7 @@ def snap_rows(qdata, step_inv, up, down, row_keys, column_keys, dithered, out, s
             product(up[n], down, begin, acc)
             move(codes, acc, inverse, place)
             if dithered:
-                offsets(row_keys[n], column_keys[begin : begin + width], offset)
+                offsets(row_keys[n], block_keys[begin // 16 : (begin + width) // 16], offset)
             else:
                 to_even(place, offset)
             settle(place, offset, codes)
@@ -149,13 +151,13 @@ def snap_low_rank(
 
     qdata, step_inv   the base's codes, uint8 [N, K/2], and 1/(scale * global_scale), fp32 [N, K/16].
     down, up          the factors [r, K] and [N, r], any float dtype.
-    keys              64-bit keys of rows and columns (numerics/dither.py), or None to round to nearest.
+    keys              64-bit keys of rows and blocks (numerics/dither.py), or None to round to nearest.
     """
     n, k = qdata.shape[0], 2 * qdata.shape[1]
     out = torch.empty(n, k // 2, dtype=torch.uint8)
-    row_keys, column_keys = (
+    row_keys, block_keys = (
         low_word(indexed_keys(key, 0, count)).numpy().view(np.uint32)
-        for key, count in zip(keys or (0, 0), (n, k), strict=True)
+        for key, count in zip(keys or (0, 0), (n, k // 16), strict=True)
     )
     arguments = (
         # A copy: numpy() pins a tensor's storage for good, and FSDP2 frees and refills the storage of what it gathers.
@@ -164,7 +166,7 @@ def snap_low_rank(
         padded(up.T).mul_(scaling).T.contiguous().numpy(),
         padded(down).numpy(),
         row_keys,
-        column_keys,
+        block_keys,
         keys is not None,
         out.numpy(),
     )

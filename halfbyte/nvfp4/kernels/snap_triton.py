@@ -5,9 +5,9 @@
 The product is taken in fp64, as the definition asks, so that the order of its terms does not matter, by the tensor
 cores where they have fp64. A thread holds words of eight codes; the words' parts come one after the other, each with
 every eighth column of `down`, which is laid out so beforehand: nothing is exchanged between threads but the operands
-of the product.
+of the product. A word lies in one block, so it has one scale and one offset.
 
-Limits: arithmetic, about forty instructions a value. Consumer GPUs run fp64 at 1/64 of their fp32 rate; there the
+Limits: arithmetic, about thirty instructions a value. Consumer GPUs run fp64 at 1/64 of their fp32 rate; there the
 product takes most of the time. Rejected: a fixed order in fp32 without fused products (equal everywhere too, but twice
 the instructions here and four times the time on a CPU), and exact integers from scaled factors (a column of `up` far
 larger than its neighbours would swallow them).
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfbyte.nvfp4.format import BLOCK_SIZE
 from halfbyte.nvfp4.kernels.codec_triton import E2M1_OFFSET, FLOAT_MAX, e2m1_bits_to_float, e4m3_to_float
 from halfbyte.nvfp4.kernels.dither_triton import OFFSET_BITS, keys, offset
 from halfbyte.nvfp4.kernels.words import as_words
@@ -43,16 +44,17 @@ def place_bits(v):
 
 
 @triton.jit
-def moved_code(base, change, row_key, column_key, DITHER: tl.constexpr):
+def moved_code(base, change, shift, DITHER: tl.constexpr):
     """New code, in the top four bits of an int32 (the rest means nothing).
 
     base    int32 with the old code in the top four bits.
     change  fp32, in units of the block's step.
+    shift   the block's offset; without DITHER not read.
     """
     moved = tl.fma(e2m1_bits_to_float(base), E2M1_OFFSET, change)
     place = place_bits(moved)
     if DITHER:
-        place += offset(row_key, column_key)
+        place += shift
     else:
         place += ((place >> OFFSET_BITS) & 1) + BELOW_HALF
     sign = tl.where((place & MAGNITUDE) == 0, base, moved.to(tl.int32, bitcast=True))
@@ -75,7 +77,7 @@ def snap_kernel(
     down_ptr,  # fp64 [RANK, 8, K/8]
     up_ptr,  # fp64 [N, RANK]
     row_keys_ptr,  # int32 [N]
-    column_keys_ptr,  # int32 [8, K/8]
+    block_keys_ptr,  # int32 [K/16]
     out_ptr,
     n,
     words_per_row,
@@ -93,7 +95,10 @@ def snap_kernel(
     place = row[:, None].to(tl.int64) * words_per_row + word[None, :]
     words = tl.load(words_ptr + place, mask=inside, other=0)
     inverse = step_inv(tl.load(scale_ptr + place // 2, mask=inside, other=0), tl.load(global_scale_ptr))
-    row_key = tl.load(row_keys_ptr + row, mask=inside_row & DITHER, other=0)[:, None]
+    shift = words
+    if DITHER:
+        row_key = tl.load(row_keys_ptr + row, mask=inside_row, other=0)[:, None]
+        shift = offset(row_key, tl.load(block_keys_ptr + word // 2, mask=inside_word, other=0)[None, :])
     j = tl.arange(0, STEP)
     up_ptr += row[:, None].to(tl.int64) * RANK + j[None, :]
     down_ptr += j[:, None] * (CODES_PER_WORD * words_per_row) + word[None, :]
@@ -106,9 +111,8 @@ def snap_kernel(
             down_place = (part + first * CODES_PER_WORD) * words_per_row
             down = tl.load(down_ptr + down_place, mask=inside_word[None, :], other=0.0)
             change = tl.dot(up, down, change, out_dtype=tl.float64)
-        column_key = tl.load(column_keys_ptr + part * words_per_row + word, mask=inside_word & DITHER, other=0)[None, :]
         base = words << (28 - 4 * part)
-        code = moved_code(base, change.to(tl.float32) * inverse, row_key, column_key, DITHER)
+        code = moved_code(base, change.to(tl.float32) * inverse, shift, DITHER)
         new_words = (new_words << 4) | (code.to(tl.uint32, bitcast=True) >> 28)
     tl.store(out_ptr + place, new_words.to(tl.int32, bitcast=True), mask=inside)
 
@@ -143,16 +147,16 @@ def snap_low_rank_into(
 
     qdata, scale, global_scale   the base: uint8 [N, K/2], uint8 [N, K/16], fp32 [].
     down [r, K], up [N, r]       the factors, any float dtype.
-    dither_keys                  64-bit keys of rows and columns (numerics/dither.py), or None to round to nearest.
+    dither_keys                  64-bit keys of rows and blocks (numerics/dither.py), or None to round to nearest.
     """
     n, k = qdata.shape[0], 2 * qdata.shape[1]
     if n == 0:
         return out
     words_per_row = k // CODES_PER_WORD.value
     rank = triton.cdiv(max(1, down.shape[0]), RANK_STEP) * RANK_STEP
-    row_keys = column_keys = out  # not read
+    row_keys = block_keys = out  # not read
     if dither_keys is not None:
-        row_keys, column_keys = keys(*dither_keys, n, k, out.device, stride=CODES_PER_WORD.value)
+        row_keys, block_keys = keys(*dither_keys, n, k // BLOCK_SIZE, out.device)
     grid = (triton.cdiv(words_per_row, WORDS), triton.cdiv(n, ROWS))
     snap_kernel[grid](
         as_words(qdata),
@@ -161,7 +165,7 @@ def snap_low_rank_into(
         by_part(down, rank),
         scaled(up, scaling, rank),
         row_keys,
-        column_keys,
+        block_keys,
         out.view(torch.int32),
         n,
         words_per_row,

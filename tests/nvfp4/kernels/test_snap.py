@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.lora import merged_parts
-from halfbyte.numerics.dither import column_keys, row_keys
+from halfbyte.numerics.dither import block_keys, row_keys
 from halfbyte.numerics.hashing import key64
 from halfbyte.nvfp4 import NVFP4Parts, dequantize, quantize
 from tests.nvfp4.kernels.parts import random_parts
@@ -24,7 +24,7 @@ def kernel(parts: NVFP4Parts, down: Tensor, up: Tensor, scaling: float, seed: in
     """Codes in memory that held garbage before; seed None rounds to nearest."""
     from halfbyte.nvfp4.kernels.snap_triton import snap_low_rank_into
 
-    keys = None if seed is None else (key64("row", seed, NAME), key64("column", seed, NAME))
+    keys = None if seed is None else (key64("row", seed, NAME), key64("block", seed, NAME))
     out = torch.full_like(parts.qdata, 0xA5)
     return snap_low_rank_into(
         out, parts.qdata, parts.scale.view(torch.uint8), parts.global_scale, down, up, scaling, keys
@@ -84,11 +84,11 @@ def test_changes_of_every_size(device: str) -> None:
         assert torch.equal(kernel(parts, down, up, 1.0, seed).cpu(), want.qdata)
 
 
-@pytest.mark.parametrize(("n", "k"), [(1000, 48), (5, 1040)])
-def test_keys(n: int, k: int, device: str) -> None:
+@pytest.mark.parametrize(("num_rows", "num_blocks"), [(1000, 3), (5, 650)])
+def test_keys(num_rows: int, num_blocks: int, device: str) -> None:
     from halfbyte.nvfp4.kernels.dither_triton import keys
 
-    pair = (key64("row", 11, NAME), key64("column", 11, NAME))
-    rows, columns = keys(*pair, n, k, torch.device(device), stride=8)
-    assert torch.equal(rows.cpu(), row_keys(11, NAME, 0, n))
-    assert torch.equal(columns.cpu().view(8, k // 8).T.flatten(), column_keys(11, NAME, 0, k))
+    pair = (key64("row", 11, NAME), key64("block", 11, NAME))
+    rows, blocks = keys(*pair, num_rows, num_blocks, torch.device(device))
+    assert torch.equal(rows.cpu(), row_keys(11, NAME, 0, num_rows))
+    assert torch.equal(blocks.cpu(), block_keys(11, NAME, 0, num_blocks))
