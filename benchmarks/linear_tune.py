@@ -12,6 +12,7 @@ from torch import Tensor
 from benchmarks.linear import RANK, SCALING, Call, nvfp4, over, random, table, time_ms
 from halfbyte.nvfp4.kernels import (
     dequantize_triton,
+    few_rows_triton,
     matvec_triton,
     quantize_triton,
     small_matmul_triton,
@@ -53,14 +54,20 @@ def elementwise(raw: list[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
 
 
 def few_rows(raw: list[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
-    """The two products."""
+    """The three products."""
     rows = []
     x = random(1, K)
     calls: list[Call] = [partial(matvec_triton.matvec, x, *parts, None) for parts in raw]
     for warps, num_rows in ((4, 4), (4, 8), (4, 16), (8, 8), (2, 8)):
         sizes = {"NUM_WARPS": warps, "BLOCKS": 32 * warps, "ROWS": num_rows}
         rows.append(trial("matvec", matvec_triton, sizes, calls))
-    for m in (2, 16, 64):
+    for m in (2, 8):
+        calls = [partial(few_rows_triton.few_rows, random(m, K), *parts, None) for parts in raw]
+        for block_n, blocks, warps, stages, programs in FEW:
+            sizes = {"BLOCK_N": block_n, "BLOCKS": blocks, "NUM_WARPS": warps, "NUM_STAGES": stages}
+            sizes["PROGRAMS_PER_MULTIPROCESSOR"] = programs
+            rows.append(trial(f"few rows, {m}", few_rows_triton, sizes, calls))
+    for m in (16, 64):
         x = random(m, K)
         calls = [partial(small_matmul_triton.small_matmul, x, *parts, None) for parts in raw]
         for block_n, blocks, stages, programs in SMALL:
@@ -70,6 +77,7 @@ def few_rows(raw: list[tuple[Tensor, ...]]) -> list[tuple[object, ...]]:
     return rows
 
 
+FEW = ((64, 8, 4, 3, 2), (64, 8, 4, 3, 4), (64, 8, 8, 3, 2), (32, 8, 4, 3, 1), (32, 8, 8, 4, 1))
 SMALL = ((64, 16, 3, 4), (64, 16, 3, 8), (64, 16, 2, 8), (64, 32, 2, 8), (128, 16, 3, 4), (64, 16, 4, 16))
 
 

@@ -62,7 +62,7 @@ def replace_projections(model: nn.Module, convert: Callable[[nn.Linear], nn.Modu
 def to_bitsandbytes(linear: nn.Linear) -> nn.Module:
     bnb = importlib.import_module("bitsandbytes.nn")
     layer = bnb.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16)
-    layer.weight = bnb.Params4bit(linear.weight.data.cpu(), requires_grad=False, quant_type="nf4")
+    layer.weight = bnb.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
     return layer.cuda()
 
 

@@ -1,8 +1,9 @@
 """x @ W^T with a frozen NVFP4 weight: one operator that decodes the weight, or on a GPU with few rows does not.
 
 With many rows the library's product over a decoded weight is best: decoding costs a pass over the weight, the memory
-comes from the caching allocator and goes back at once. With up to 32 rows (generation of text) a kernel that reads the
-4-bit weight itself is faster than the two together (measured on an H200, benchmarks/results).
+comes from the caching allocator and goes back at once. With up to 32 rows (generation of text) kernels that read the
+4-bit weight itself, one for one row, for up to 8 and for more, are faster than the two together (measured on an H200,
+benchmarks/results).
 
 The choice is made inside the operator, so that torch.compile sees one call and sets no guard on the number of rows.
 """
@@ -39,6 +40,7 @@ def _(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tenso
     if not has_triton():
         return F.linear(x, decode_reference(qdata, scale, global_scale, x.dtype), bias)
     from halfbyte.nvfp4.kernels.dequantize_triton import dequantize
+    from halfbyte.nvfp4.kernels.few_rows_triton import MAX_ROWS, few_rows
     from halfbyte.nvfp4.kernels.matvec_triton import matvec
     from halfbyte.nvfp4.kernels.small_matmul_triton import small_matmul
 
@@ -46,7 +48,7 @@ def _(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tenso
     x_MK = x.reshape(-1, x.shape[-1])
     if not is_few(x_MK):
         return F.linear(x, dequantize(qdata, scale, tensor_scale, x.dtype), bias)
-    kernel = matvec if x_MK.shape[0] == 1 else small_matmul
+    kernel = matvec if x_MK.shape[0] == 1 else few_rows if x_MK.shape[0] <= MAX_ROWS else small_matmul
     return kernel(x_MK, qdata, scale, tensor_scale, bias).view(*x.shape[:-1], -1)
 
 

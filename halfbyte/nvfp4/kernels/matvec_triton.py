@@ -3,7 +3,7 @@
 The products are fp32 and there is no rounding before the last: more exact than a bf16 weight. A program takes a few
 rows of W and all of K; a thread takes a block of sixteen codes of each row, so the sixteen values of x that it needs
 serve all rows; it reads them as four integers of 64 bits, since sixteen small reads took most of the time. Arithmetic
-limits it, about four instructions a weight; for more rows small_matmul_triton.py lets the tensor cores do their part.
+limits it, about four instructions a weight; for more rows few_rows_triton.py lets the tensor cores do their part.
 
 `multiple_of(..., 1)` hides from the compiler that loads could be wider: it would give a thread several blocks, and
 exchange values between threads to get from one tensor's layout to the other's.
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.nvfp4.kernels.codec_triton import e2m1_bits_to_float, e4m3_to_float
-from halfbyte.nvfp4.kernels.words import as_blocks
+from halfbyte.nvfp4.kernels.words import as_blocks, four_at_a_time
 
 # A decoded code is value * 2^-126. To save its product with 2^126, x is scaled up and the block scale does the rest:
 # sums stay normal numbers for x from 1e-14 to 1e24.
@@ -87,12 +87,6 @@ def matvec_into(
         num_warps=NUM_WARPS,
     )
     return out
-
-
-def four_at_a_time(x: Tensor) -> Tensor:
-    """A row of 16-bit values as int64, copied where it does not begin at a multiple of 8 bytes."""
-    x = x.reshape(-1)
-    return (x if x.is_contiguous() and x.storage_offset() % 4 == 0 else x.clone()).view(torch.int64)
 
 
 def matvec(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> Tensor:

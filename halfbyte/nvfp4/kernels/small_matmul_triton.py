@@ -1,4 +1,4 @@
-"""y = x @ W^T for up to 64 rows of x, straight from the 4-bit weight, which is read once.
+"""y = x @ W^T for 9 to 64 rows of x, straight from the 4-bit weight, which is read once.
 
 Code times block scale has at most 6 significant bits, so it is exact in bf16 and fp16, and tensor cores multiply it;
 the global scale comes after. W is the left operand (N is its M), for x has too few rows to fill one. Block j of a row
