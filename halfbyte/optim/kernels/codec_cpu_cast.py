@@ -12,9 +12,10 @@ import numpy as np
 from llvmlite import ir
 from numba import extending, njit, types
 
-# Of a function that only kernels call: no entry from Python is compiled, and 1/0 is infinity. The stubs of numba do not
-# know the two options.
-HELPER: dict[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+# Of a function that only kernels call: no entry from Python is compiled, 1/0 is infinity, and references to arrays are
+# not counted (memory_cpu says why). The stubs of numba do not know the options.
+HELPER: dict[str, Any] = {"_nrt": False, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+KERNEL: dict[str, Any] = {"_nrt": False, "error_model": "numpy", "cache": True, "nogil": True}  # called from Python
 helper: Any = njit(**HELPER)
 intrinsic: Any = extending.intrinsic
 
@@ -46,16 +47,6 @@ def float_of(typing_context: Any, x: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.uint32), codegen
-
-
-@intrinsic
-def pointer(typing_context: Any, address: Any) -> Any:
-    """int64 address -> void*, for numba.carray."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), codegen
 
 
 @intrinsic

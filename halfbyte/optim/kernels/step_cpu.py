@@ -32,7 +32,9 @@ from halfbyte.optim.kernels.step_cpu_tile import (
     QUANTIZED,
     SEED,
     STEP,
+    Room,
     advance,
+    new_room,
     run,
 )
 from halfbyte.optim.kernels.step_cpu_tile import MOMENTS as FIRST_MOMENT
@@ -104,13 +106,15 @@ def step(
         (KINDS[params[0].dtype], KINDS[grads[0].dtype]),
         FORMAT_CODE[fmt.name],
         fmt.block_size,
-        _tile(fmt.block_size),
-        3 if hyper.amsgrad else 2,
         weights,
         np.float32(1.0 if grad_scale is None else grad_scale.item()),
         (hyper.maximize, stochastic),
     )
-    _share_out(plan, lambda items: run(plan.table, items, factors, keys, *settings))
+    _share_out(
+        plan,
+        lambda: new_room(3 if hyper.amsgrad else 2, _tile(fmt.block_size), fmt.block_size),
+        lambda items, room: run(plan.table, items, room, factors, keys, *settings),
+    )
     torch.autograd.graph.increment_version(params)
 
 
@@ -161,15 +165,17 @@ def _cut(numels: np.ndarray, tile: int) -> tuple[np.ndarray, list[int]]:
     return np.array(items, np.int64).reshape(-1, 3), batches
 
 
-def _share_out(plan: Plan, work: Callable[[np.ndarray], None]) -> None:
-    """Run `work` on every batch; threads draw the next one from a common iterator. The first error is raised."""
+def _share_out(plan: Plan, new_room: Callable[[], Room], work: Callable[[np.ndarray, Room], None]) -> None:
+    """Run `work` on every batch; threads, each with its room, draw the next one from a common iterator. The first error
+    is raised."""
     bounds = iter(list(pairwise([0, *plan.batches])))  # none where every tensor is empty
     errors: list[BaseException] = []
 
     def draw(bounds: Iterator[tuple[int, int]]) -> None:
         try:
+            room = new_room()
             for start, end in bounds:
-                work(plan.items[start:end])
+                work(plan.items[start:end], room)
         except BaseException as error:
             errors.append(error)
 

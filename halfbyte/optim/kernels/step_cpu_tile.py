@@ -14,20 +14,28 @@ import math
 import zlib
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numba import njit
 
 from halfbyte.optim import formats
-from halfbyte.optim.kernels import codec_cpu, codec_cpu_cast, codec_cpu_lookup
+from halfbyte.optim.kernels import (
+    codec_cpu,
+    codec_cpu_avx512,
+    codec_cpu_cast,
+    codec_cpu_guess,
+    codec_cpu_lookup,
+    codec_cpu_portable,
+    codec_cpu_vector,
+    memory_cpu,
+)
 from halfbyte.optim.kernels.codec_cpu import (
     EIGHT,
     FOUR,
-    amax_bits,
     decode,
     encode,
+    larger,
     pack,
     scale_of,
     unpack,
@@ -35,6 +43,7 @@ from halfbyte.optim.kernels.codec_cpu import (
 from halfbyte.optim.kernels.codec_cpu_cast import (
     F32,
     INF_BITS,
+    KERNEL,
     U32,
     bf16_to_float,
     bits_of,
@@ -43,8 +52,8 @@ from halfbyte.optim.kernels.codec_cpu_cast import (
     fma,
     half_to_float,
     helper,
-    pointer,
 )
+from halfbyte.optim.kernels.memory_cpu import LINE, floats, halves, octets, prefetch
 
 COLUMNS = (
     "param", "grad", "numel", "step", "quantized",
@@ -65,14 +74,14 @@ def _fmix32(x):
     return U32(x ^ U32(x >> U32(16)))
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(**KERNEL)
 def advance(table, lr, beta1, beta2, factors, keys):
     """Count the step of every tensor and derive what depends on it.
 
     factors  [T, 2] fp32: -lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step); keys [T, 2] uint32: rounding.step_key.
     """
     for t in range(table.shape[0]):
-        counter = numba.carray(pointer(table[t, STEP]), (1,), np.float32)
+        counter = floats(table[t, STEP], 1)
         counter[0] += F32(1)
         num_steps = np.int64(counter[0])
         factors[t, 0] = F32(-lr / (1 - math.pow(beta1, float(num_steps))))
@@ -82,35 +91,18 @@ def advance(table, lr, beta1, beta2, factors, keys):
 
 
 @helper
-def _floats(address, start, n):
-    """`n` fp32 values in memory."""
-    return numba.carray(pointer(address + 4 * start), (n,), np.float32)
-
-
-@helper
-def _halves(address, start, n):
-    """`n` bf16 or fp16 patterns in memory."""
-    return numba.carray(pointer(address + 2 * start), (n,), np.uint16)
-
-
-@helper
-def _bytes(address, start, n):
-    return numba.carray(pointer(address + start), (n,), np.uint8)
-
-
-@helper
 def _widened(address, start, kind, scratch):
-    """`scratch.size` values as fp32: the memory itself, or a widened copy in scratch."""
+    """The address of `scratch.size` values as fp32: where they are, or that of a widened copy in scratch."""
     if kind == FLOAT32:
-        return _floats(address, start, scratch.size)
-    narrow = _halves(address, start, scratch.size)
+        return address + 4 * start
+    narrow = halves(address + 2 * start, scratch.size)
     if kind == BFLOAT16:
         for i in range(scratch.size):
             scratch[i] = bf16_to_float(narrow[i])
     else:
         for i in range(scratch.size):
             scratch[i] = half_to_float(narrow[i])
-    return scratch
+    return np.int64(scratch.ctypes.data)
 
 
 @helper
@@ -158,37 +150,56 @@ def _store_stochastic(x, narrow, row, start, key, multiply):
 
 
 @helper
-def _prepared_gradient(g, p, scratch, grad_scale, maximize, l2):
-    """g itself, or a copy that is unscaled, flipped, and given an L2 penalty."""
-    if grad_scale == F32(1) and not maximize and l2 == F32(0):
-        return g
+def _prepare_gradient(g, p, out, grad_scale, maximize, l2):
+    """A copy of g that is unscaled, flipped, and given an L2 penalty; `out` may be g itself."""
     sign = F32(-1) if maximize else F32(1)
     for i in range(g.size):
-        scratch[i] = sign * (g[i] / grad_scale)
+        out[i] = sign * (g[i] / grad_scale)
     if l2 != F32(0):
         for i in range(g.size):
-            scratch[i] = scratch[i] + l2 * p[i]
-    return scratch
+            out[i] = out[i] + l2 * p[i]
 
 
 @helper
 def _adam(p, g, m, v, keep, weight1, beta2, weight2, factor, root, eps):
-    """AdamW in place. keep = 1 - lr * decay; factor and root are `advance`'s; weights are 1 - beta."""
+    """AdamW of a block, in place; the patterns of the largest magnitudes of its new moments are returned.
+
+    keep = 1 - lr * decay; factor and root are `advance`'s; weights are 1 - beta.
+    """
+    largest_m, largest_v = U32(0), U32(0)
     for i in range(p.size):
         m[i] = fma(weight1, g[i] - m[i], m[i])
         v[i] = fma(weight2 * g[i], g[i], v[i] * beta2)
         p[i] = p[i] * keep + factor * m[i] / (math.sqrt(v[i]) * root + eps)
+        largest_m, largest_v = larger(largest_m, m[i]), larger(largest_v, v[i])
+    return largest_m, largest_v
 
 
 @helper
 def _amsgrad(p, g, m, v, d, keep, weight1, beta2, weight2, factor, root, eps):
     """The same with d, the largest v so far, in the denominator."""
+    largest_m, largest_v, largest_d = U32(0), U32(0), U32(0)
     for i in range(p.size):
         m[i] = fma(weight1, g[i] - m[i], m[i])
         v[i] = fma(weight2 * g[i], g[i], v[i] * beta2)
         # torch.maximum: a NaN on either side wins
         d[i] = v[i] if (v[i] > d[i]) | (v[i] != v[i]) else d[i]
         p[i] = p[i] * keep + factor * m[i] / (math.sqrt(d[i]) * root + eps)
+        largest_m, largest_v = larger(largest_m, m[i]), larger(largest_v, v[i])
+        largest_d = larger(largest_d, d[i])
+    return largest_m, largest_v, largest_d
+
+
+@helper
+def _update(p, g, moments, block_size, largest, *scalars):
+    """The formula, block by block; largest [K, blocks] is written."""
+    for block in range(largest.shape[1]):
+        lo, hi = block * block_size, min(p.size, (block + 1) * block_size)
+        m, v, d = moments[0][lo:hi], moments[1][lo:hi], moments[moments.shape[0] - 1][lo:hi]
+        if moments.shape[0] == 2:
+            largest[0, block], largest[1, block] = _adam(p[lo:hi], g[lo:hi], m, v, *scalars)
+        else:
+            largest[0, block], largest[1, block], largest[2, block] = _amsgrad(p[lo:hi], g[lo:hi], m, v, d, *scalars)
 
 
 @helper
@@ -200,29 +211,27 @@ def _code_of_bad(fmt, signed):
 
 
 @helper
-def _scale_block(moments, lo, hi, fmt, block, scales, bad):
-    """Scales of one block, values lo..hi of a tile: moments [K, tile] fp32 -> scales[:, block]; bad [tile] uint8.
+def _all_finite(largest):
+    for k in range(largest.shape[0]):
+        for block in range(largest.shape[1]):
+            if largest[k, block] >= INF_BITS:
+                return False
+    return True
 
-    Where a moment is not finite, its element is marked in `bad` and all its moments are set to 0, so that it has no
-    share in any scale; then returns False.
-    """
-    worst = U32(0)
-    for k in range(moments.shape[0]):
-        largest = amax_bits(moments[k][lo:hi])
-        scales[k, block] = scale_of(largest, fmt)
-        worst = largest if largest > worst else worst
-    if worst < INF_BITS:
-        return True
-    for i in range(lo, hi):
+
+@helper
+def _set_aside(moments, n, block_size, largest, bad):
+    """Mark the elements of which a moment is not finite in `bad` [tile] uint8, and set all their moments to 0, so that
+    they have no share in any scale; `largest` is found anew."""
+    for i in range(n):
         for k in range(moments.shape[0]):
             if U32(bits_of(moments[k, i]) & INF_BITS) == INF_BITS:
                 bad[i] = 1
-        if bad[i]:
-            for k in range(moments.shape[0]):
-                moments[k, i] = F32(0)
     for k in range(moments.shape[0]):
-        scales[k, block] = scale_of(amax_bits(moments[k][lo:hi]), fmt)
-    return False
+        largest[k, :] = U32(0)
+        for i in range(n):
+            moments[k, i] = F32(0) if bad[i] else moments[k, i]
+            largest[k, i // block_size] = larger(largest[k, i // block_size], moments[k, i])
 
 
 @helper
@@ -231,38 +240,85 @@ def _read_moments(row, start, n, fmt, block_size, moments, codes):
     for k in range(moments.shape[0]):
         address = row[MOMENTS + 2 * k]
         if row[QUANTIZED] == 0:
-            _copy(_floats(address, start, n), moments[k][:n])
+            _copy(floats(address + 4 * start, n), moments[k][:n])
             continue
-        scales = _floats(row[MOMENTS + 2 * k + 1], start // block_size, (n + block_size - 1) // block_size)
+        first, num_blocks = start // block_size, (n + block_size - 1) // block_size
+        scales = floats(row[MOMENTS + 2 * k + 1] + 4 * first, num_blocks)
         if fmt == FOUR:
-            unpack(_bytes(address, start // 2, (n + 1) // 2), codes[k][:n])
+            unpack(octets(address + start // 2, (n + 1) // 2), codes[k][:n])
             decode(codes[k][:n], scales, block_size, fmt, k == 0, moments[k][:n])
         else:
-            decode(_bytes(address, start, n), scales, block_size, fmt, k == 0, moments[k][:n])
+            decode(octets(address + start, n), scales, block_size, fmt, k == 0, moments[k][:n])
 
 
 @helper
-def _write_moments(row, start, n, fmt, block_size, moments, codes, scales, bad):
+def _write_moments(row, start, n, fmt, block_size, moments, codes, largest, bad):
     """Encode n values of a tile into memory: moments [K, tile] fp32, exp_avg first, which is the only signed one."""
-    num_moments, num_blocks = moments.shape[0], (n + block_size - 1) // block_size
     if row[QUANTIZED] == 0:
-        for k in range(num_moments):
-            _copy(moments[k], _floats(row[MOMENTS + 2 * k], start, n))
+        for k in range(moments.shape[0]):
+            _copy(moments[k], floats(row[MOMENTS + 2 * k] + 4 * start, n))
         return
-    finite = True
-    for block in range(num_blocks):
-        finite &= _scale_block(moments, block * block_size, min(n, (block + 1) * block_size), fmt, block, scales, bad)
-    for k in range(num_moments):
-        _copy(scales[k], _floats(row[MOMENTS + 2 * k + 1], start // block_size, num_blocks))
-        out = codes[k][:n] if fmt == FOUR else _bytes(row[MOMENTS + 2 * k], start, n)
-        encode(moments[k][:n], scales[k][:num_blocks], block_size, fmt, k == 0, out)
+    finite = _all_finite(largest)
+    if not finite:
+        _set_aside(moments, n, block_size, largest, bad)
+    for k in range(moments.shape[0]):
+        scales = floats(row[MOMENTS + 2 * k + 1] + 4 * (start // block_size), largest.shape[1])
+        for block in range(largest.shape[1]):
+            scales[block] = scale_of(largest[k, block], fmt)
+        out = codes[k][:n] if fmt == FOUR else octets(row[MOMENTS + 2 * k] + start, n)
+        encode(moments[k][:n], scales, block_size, fmt, k == 0, out)
         if not finite:
             for i in range(n):
                 out[i] = _code_of_bad(fmt, k == 0) if bad[i] else out[i]
         if fmt == FOUR:
-            pack(out, _bytes(row[MOMENTS + 2 * k], start // 2, (n + 1) // 2))
+            pack(out, octets(row[MOMENTS + 2 * k] + start // 2, (n + 1) // 2))
     if not finite:
         bad[:] = 0
+
+
+@helper
+def _prefetch_lines(address, num_bytes):
+    for offset in range(0, num_bytes, LINE):
+        prefetch(address + offset)
+
+
+@helper
+def _prefetch(row, start, n, kinds, fmt, num_moments):
+    """Ask for n values of the tile after this one."""
+    for k in range(2):
+        size = 4 if kinds[k] == FLOAT32 else 2
+        _prefetch_lines(row[PARAM if k == 0 else GRAD] + size * start, size * n)
+    half_bytes = 8 if row[QUANTIZED] == 0 else (1 if fmt == FOUR else 2)
+    for k in range(num_moments):
+        _prefetch_lines(row[MOMENTS + 2 * k] + half_bytes * start // 2, half_bytes * n // 2)
+
+
+class Room(NamedTuple):
+    """What a thread works in; the contents of `bad` must be 0."""
+
+    params: np.ndarray  # [tile] fp32
+    grads: np.ndarray  # [tile] fp32
+    moments: np.ndarray  # [K, tile] fp32
+    codes: np.ndarray  # [K, tile] uint8
+    largest: np.ndarray  # [K, blocks of a tile] uint32
+    bad: np.ndarray  # [tile] uint8
+
+
+def new_room(num_moments: int, tile: int, block_size: int) -> Room:
+    def zeros(dtype: type, *shape: int) -> np.ndarray:
+        """At the start of a cache line: a load across two lines takes twice as long."""
+        buffer: np.ndarray = np.zeros(math.prod(shape) + LINE, dtype)
+        skipped = -buffer.ctypes.data % LINE // buffer.itemsize
+        return buffer[skipped : skipped + math.prod(shape)].reshape(shape)
+
+    return Room(
+        zeros(np.float32, tile),
+        zeros(np.float32, tile),
+        zeros(np.float32, num_moments, tile),
+        zeros(np.uint8, num_moments, tile),
+        zeros(np.uint32, num_moments, -(-tile // block_size)),
+        zeros(np.uint8, tile),
+    )
 
 
 def _checksum(*modules: ModuleType) -> int:
@@ -277,47 +333,45 @@ def _compiled(sources: int) -> Any:
     after an edit elsewhere.
     """
 
-    @njit(cache=True, nogil=True, error_model="numpy")
-    def run(table, items, factors, keys, kinds, fmt, block_size, tile, num_moments, weights, grad_scale, flags):
+    @njit(**KERNEL)
+    def run(table, items, room, factors, keys, kinds, fmt, block_size, weights, grad_scale, flags):
         """Step the chunks in `items` [I, 3].
 
+        room     this thread's own; its sizes say how many moments there are, and how many values to work on at a time:
+                 whole blocks, an even number.
         kinds    (parameter, gradient): FLOAT32, BFLOAT16 or FLOAT16.
-        tile     values worked on at a time: whole blocks, an even number.
         weights  (1 - lr * decay, 1 - beta1, beta2, 1 - beta2, eps, L2 penalty), fp32.
         flags    (maximize, stochastic).
         """
         if sources < 0:
             return
-        param_kind, grad_kind = kinds
         keep, weight1, beta2, weight2, eps, l2 = weights
         maximize, stochastic = flags
-        p_scratch, g_scratch = np.empty(tile, np.float32), np.empty(tile, np.float32)
-        moments, codes = np.empty((num_moments, tile), np.float32), np.empty((num_moments, tile), np.uint8)
-        scales = np.empty((num_moments, (tile + block_size - 1) // block_size), np.float32)
-        bad = np.zeros(tile, np.uint8)
+        moments, num_moments, tile = room.moments, room.moments.shape[0], room.moments.shape[1]
         for item in range(items.shape[0]):
-            t = items[item, 0]
+            t, end = items[item, 0], items[item, 2]
             row = table[t]
             factor, root = factors[t, 0], factors[t, 1]
-            for start in range(items[item, 1], items[item, 2], tile):
-                n = min(tile, items[item, 2] - start)
-                p = _widened(row[PARAM], start, param_kind, p_scratch[:n])
-                g = _widened(row[GRAD], start, grad_kind, g_scratch[:n])
-                g = _prepared_gradient(g, p, g_scratch[:n], grad_scale, maximize, l2)
-                _read_moments(row, start, n, fmt, block_size, moments, codes)
-                m, v, d = moments[0][:n], moments[1][:n], moments[num_moments - 1][:n]
-                if num_moments == 2:
-                    _adam(p, g, m, v, keep, weight1, beta2, weight2, factor, root, eps)
-                else:
-                    _amsgrad(p, g, m, v, d, keep, weight1, beta2, weight2, factor, root, eps)
+            for start in range(items[item, 1], end, tile):
+                n = min(tile, end - start)
+                _prefetch(row, start + n, min(tile, end - start - n), kinds, fmt, num_moments)
+                p = floats(_widened(row[PARAM], start, kinds[0], room.params[:n]), n)
+                g = floats(_widened(row[GRAD], start, kinds[1], room.grads[:n]), n)
+                if grad_scale != F32(1) or maximize or l2 != F32(0):
+                    _prepare_gradient(g, p, room.grads[:n], grad_scale, maximize, l2)
+                    g = room.grads[:n]
+                _read_moments(row, start, n, fmt, block_size, moments, room.codes)
+                largest = room.largest[:, : (n + block_size - 1) // block_size]
+                _update(p, g, moments, block_size, largest, keep, weight1, beta2, weight2, factor, root, eps)
                 if stochastic:
-                    narrow = _halves(row[PARAM], start, n)
+                    narrow = halves(row[PARAM] + 2 * start, n)
                     _store_stochastic(p, narrow, row, start, keys[t, 0], keys[t, 1])
-                elif param_kind != FLOAT32:
-                    _store_nearest(p, _halves(row[PARAM], start, n), param_kind)
-                _write_moments(row, start, n, fmt, block_size, moments, codes, scales, bad)
+                elif kinds[0] != FLOAT32:
+                    _store_nearest(p, halves(row[PARAM] + 2 * start, n), kinds[0])
+                _write_moments(row, start, n, fmt, block_size, moments, room.codes, largest, room.bad)
 
     return run
 
 
-run = _compiled(_checksum(formats, codec_cpu, codec_cpu_cast, codec_cpu_lookup))
+CODECS = (codec_cpu, codec_cpu_avx512, codec_cpu_cast, codec_cpu_guess, codec_cpu_lookup, codec_cpu_portable)
+run = _compiled(_checksum(formats, *CODECS, codec_cpu_vector, memory_cpu))
