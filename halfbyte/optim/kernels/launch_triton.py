@@ -6,7 +6,8 @@ tensors are the same ones, other pointers are not specialized, and scalars are a
 on the compiled kernel is called, as Triton's fused-softmax tutorial does.
 
 With an empty cache a kernel costs half a second, two thirds of it in LLVM, ptxas and a C compiler, which do not hold
-Python's lock: the kernels of a step are compiled in threads, by Triton's own means.
+Python's lock: the kernels of a step are compiled in threads, by Triton's own means. Before the first one Triton has a
+C compiler build its driver and hashes its own files, 0.4 s each: these go side by side too.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime import cache, driver
 
 
 class Launch:
@@ -46,6 +48,9 @@ def compile_together(launches: Sequence[Launch], arguments: Sequence[tuple], dev
     if not all(isinstance(launch.kernel, triton.JITFunction) for launch in launches):
         return
     with ThreadPoolExecutor(len(launches)) as pool:
+        hashing = pool.submit(getattr(cache, "triton_key", int))  # keeps its result; older versions name it otherwise
+        driver.active.get_current_device()
+        hashing.result()
         with triton.AsyncCompileMode(pool):
             kernels = [
                 launch.kernel.warmup(*args, grid=launch.grid, **launch.constants, **launch.options)
