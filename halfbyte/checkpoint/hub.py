@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
@@ -21,17 +23,25 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(f"{text}: no such file or folder, and not a Hub id of the form owner/name.")
     from huggingface_hub import snapshot_download
 
-    try:
+    with asking(text, "a model of that name", "a local folder"):
         return Path(snapshot_download(found[1], revision=found[2], allow_patterns=FILES))
-    except Exception as error:  # the client raises a dozen kinds; all mean that the model is not here
+
+
+@contextmanager
+def asking(name: str, wanted: str, instead: str) -> Iterator[None]:
+    """FileNotFoundError, with what to do, when the Hub's client fails: it raises a dozen kinds, and all mean that what
+    is wanted is not here."""
+    try:
+        yield
+    except Exception as error:
         if switched_off():
             raise FileNotFoundError(
-                f"{text}: no such folder here, no copy in the Hub's cache, and the Hub is switched off "
-                "(HF_HUB_OFFLINE=1). Unset it to download, or give a local folder."
+                f"{name}: no such folder here, no copy in the Hub's cache, and the Hub is switched off "
+                f"(HF_HUB_OFFLINE=1). Unset it to download, or give {instead}."
             ) from error
         raise FileNotFoundError(
-            f"{text}: no such folder here, and the Hub could not be asked for a model of that name ({reason(error)}). "
-            "Check the name, go online, or give a local folder."
+            f"{name}: no such folder here, and the Hub could not be asked for {wanted} ({reason(error)}). "
+            f"Check the name, go online, or give {instead}."
         ) from error
 
 

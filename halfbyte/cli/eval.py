@@ -39,20 +39,25 @@ def eval(
     from halfbyte.inference.load import load_runnable, pick_device
 
     pick_device(device)
-    runnable = load_runnable(base, adapter, any_base=any_base, device=device)
+    from rich.console import Console
+
     losses: list[HeldOut] = []
-    if data:
-        from halfbyte.inference.evaluate import evaluation_config, held_out
-        from halfbyte.train.config import DatasetConfig
-
-        sources = [DatasetConfig(path=path) for path in data]
-        config = evaluation_config(sources, sequence_len=sequence_len, batch_size=batch_size, device=device)
-        losses = held_out(runnable, config)
     scores: dict[str, Any] = {}
-    if tasks:
-        from halfbyte.inference.tasks import run_tasks
+    with Console(stderr=True).status(f"loading {base}") as status:  # on a terminal only
+        runnable = load_runnable(base, adapter, any_base=any_base, device=device)
+        if data:
+            from halfbyte.inference.evaluate import evaluation_config, held_out
+            from halfbyte.train.config import DatasetConfig
 
-        scores = run_tasks(runnable, tasks.split(","), limit=limit, batch_size=batch_size)
+            status.update("base and adapter on the held-out data" if adapter else "the held-out data")
+            sources = [DatasetConfig(path=path) for path in data]
+            config = evaluation_config(sources, sequence_len=sequence_len, batch_size=batch_size, device=device)
+            losses = held_out(runnable, config)
+        if tasks:
+            from halfbyte.inference.tasks import run_tasks
+
+            status.update(tasks)
+            scores = run_tasks(runnable, tasks.split(","), limit=limit, batch_size=batch_size)
     print_json(losses, scores) if json else print_tables(losses, scores)
 
 

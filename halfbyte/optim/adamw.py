@@ -29,7 +29,7 @@ from halfbyte.optim.plan import Plan
 from halfbyte.optim.rounding import param_seed
 from halfbyte.optim.saving import pack_state_dict
 from halfbyte.optim.sharding import counter_of, is_dtensor, local_grad, local_tensor
-from halfbyte.optim.state import is_quantized, moment_names, new_moment, new_state
+from halfbyte.optim.state import is_quantized, is_steppable, moment_names, new_moment, new_state
 
 STATE_VERSION = 1
 """Written into every param group of a state dict; a larger one in a file is refused."""
@@ -168,9 +168,9 @@ class AdamW(Optimizer):
         return loss
 
     def _states_changed(self) -> bool:
-        """Whether somebody else put a state in, took one out, or emptied one."""
+        """Whether somebody else put a state in, took one out, emptied one, or set its step to a number."""
         states = self.own_state.values()
-        return list(map(id, states)) != self._known_states or not all(states)
+        return list(map(id, states)) != self._known_states or not all(map(is_steppable, states))
 
     def _step_group(self, group: dict[str, Any], cache: dict, first: int) -> None:
         """Step one param group; `first` is the place of its first parameter among all."""
@@ -191,8 +191,8 @@ class AdamW(Optimizer):
         """
         cache = self._parameter_caches.setdefault(place, {})
         plan = cache.get("plan")
-        if plan is not None and not (plan.states[0] and plan.states[0] is self.own_state.get(param)):
-            cache.clear()  # somebody put another state in, or emptied it
+        if plan is not None and not (is_steppable(plan.states[0]) and plan.states[0] is self.own_state.get(param)):
+            cache.clear()  # somebody put another state in, or changed it
         self._step_params([param], [param.grad], [place], self.param_groups[group_place], cache)
 
     def _step_params(
@@ -275,8 +275,8 @@ class AdamW(Optimizer):
             check_block_size(local_tensor(param), state, self._format(group["block_size"]))
             # ZeroRedundancyOptimizer puts a state dict's entries into `state` itself, and `step` on the CPU
             state.update(load_state(param, dict(state), self._format(group["block_size"]), group, set()))
-        if state["step"].device != local_tensor(param).device:
-            state["step"] = state["step"].to(local_tensor(param).device, torch.float32)
+        if getattr(state["step"], "device", None) != local_tensor(param).device:  # a number, where somebody set one
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(local_tensor(param).device)
         if group["amsgrad"] and "max_exp_avg_sq" not in state:  # switched on after the first step
             fmt = self.group_format(param, group) if "exp_avg_scale" in state else None
             fresh = new_moment(local_tensor(param), fmt, moment_names(True)[-1])

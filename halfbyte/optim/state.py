@@ -27,6 +27,11 @@ def is_quantized(param: Tensor, min_quant_numel: int) -> bool:
     return getattr(param, "whole_numel", param.numel()) >= min_quant_numel
 
 
+def is_steppable(state: dict[str, Any]) -> bool:
+    """False for an empty state, and where somebody has set the step to a number."""
+    return isinstance(state.get("step"), Tensor)
+
+
 def new_moment(local: Tensor, fmt: StateFormat | None, name: str) -> State:
     """A zero moment for a local tensor: codes and scale, or (fmt None) an fp32 tensor of its shape."""
     if fmt is None:

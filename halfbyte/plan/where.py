@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from halfbyte.checkpoint.detect import CONFIG_FILE
-from halfbyte.checkpoint.hub import HUB_ID, local_folder, reason
+from halfbyte.checkpoint.hub import HUB_ID, asking, local_folder
 
 
 def config_place(path: str) -> Path:
@@ -16,10 +16,5 @@ def config_place(path: str) -> Path:
         return local_folder(path)
     from huggingface_hub import hf_hub_download
 
-    try:
+    with asking(path, f"its {CONFIG_FILE}", f"a local {CONFIG_FILE}"):
         return Path(hf_hub_download(found[1], CONFIG_FILE, revision=found[2])).parent
-    except Exception as error:  # the client raises a dozen kinds; all mean that the config is not here
-        raise FileNotFoundError(
-            f"{path}: no such folder or file here, and the Hub could not be asked for its {CONFIG_FILE} "
-            f"({reason(error)}). Check the name, go online, or give a local config.json."
-        ) from error

@@ -102,8 +102,10 @@ def test_of_a_hub_id_the_config_alone_is_fetched(config: Path, monkeypatch: pyte
     assert run("plan", "some/model@v1", "--gpus", 64, "--gpu-memory", "80GB") == 0
     assert asked == [("some/model", "config.json", "v1")] and "406e9" in capsys.readouterr().out
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: (_ for _ in ()).throw(OSError("offline")))
-    assert run("plan", "some/model") == 2
-    assert "could not be asked for its config.json (offline)" in capsys.readouterr().err
+    for offline, said in (False, "could not be asked for its config.json (offline)"), (True, "the Hub is switched off"):
+        monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda offline=offline: offline)
+        assert run("plan", "some/model") == 2
+        assert said in capsys.readouterr().err
 
 
 def test_nothing_fits(config: Path, capsys: Any) -> None:

@@ -380,6 +380,20 @@ def test_channels_last_and_strided_parameters(cls: type) -> None:
     assert torch.equal(plain, last.contiguous()) and torch.equal(plain, strided.contiguous())
 
 
+@pytest.mark.parametrize("cls", ADAMW)
+def test_a_step_count_may_be_set_to_a_number(cls: type) -> None:
+    """As scripts do that start bias correction anew."""
+    params, others = params_of(), params_of()
+    ours, again = cls(params), cls(others)
+    train(ours, params)
+    train(again, others)
+    for param, other in zip(params, others, strict=True):
+        ours.state[param]["step"], again.state[other]["step"] = 0, torch.tensor(0.0)
+    train(ours, params)
+    train(again, others)
+    assert states_equal(ours, again)
+
+
 def test_named_parameters() -> None:
     model = nn.Linear(100, 50)
     optimizer = AdamW8bit(model.named_parameters())
