@@ -41,7 +41,7 @@ from halfbyte.optim.kernels.step_cpu_tile import MOMENTS as FIRST_MOMENT
 from halfbyte.optim.kernels.whereabouts import Whereabouts, addresses
 from halfbyte.optim.rounding import Counter
 
-TILE = 512  # values; with two moments it takes 9 KB, so it and the tables fit a 32 KB first-level cache
+TILE = 1024  # values; with two moments 18 KB, so it and the tables fit a 32 KB first-level cache. 512: 5% slower
 BATCH = 1 << 18  # values a thread takes at a time: 0.5 ms of work
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")

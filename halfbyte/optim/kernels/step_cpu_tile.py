@@ -1,9 +1,9 @@
 """The numba form of `step_ref`: a list of chunks, each worked through in tiles that stay in the first-level cache.
 
-A tile is a few blocks (about 512 values): parameters and gradients are widened to fp32, moments decoded, Adam's formula
-applied, the parameter stored, and the new moments encoded, block by block, before the next tile is touched. So memory
-is read and written once. `run` takes addresses rather than tensors, because one call serves hundreds of tensors; it
-holds no lock of Python's, and step_cpu.py calls it from several threads on disjoint chunks.
+A tile is a few blocks (about 1,000 values): parameters and gradients are widened to fp32, moments decoded, Adam's
+formula applied, the parameter stored, and the new moments encoded, block by block, before the next tile is touched. So
+memory is read and written once. `run` takes addresses rather than tensors, because one call serves hundreds of tensors;
+it holds no lock of Python's, and step_cpu.py calls it from several threads on disjoint chunks.
 
 A row of `table` describes a tensor; its columns are the names in `COLUMNS`. A row of `items` is (tensor, start, end),
 whole tiles but for the tensor's end. Formula and rounding follow torch's CPU kernels (lerp and addcmul are fused
