@@ -15,4 +15,7 @@ class ActivationQuant:
 
     def __post_init__(self) -> None:
         if self.scale is not None and not 0 < self.scale < float("inf"):
-            raise ValueError(f"the activation scale must be finite and positive, got {self.scale}")
+            raise ValueError(
+                f"the activation scale must be finite and positive, got {self.scale}; leave it out (None) to take it "
+                "from each batch"
+            )

@@ -57,7 +57,7 @@ def check_parts(parts: NVFP4Parts, name: str = "weight") -> None:
         if found.dtype != dtype or tuple(found.shape) != shape:
             raise ValueError(
                 f"{name}: {field} is {found.dtype} {list(found.shape)}, expected {dtype} {list(shape)} "
-                f"beside qdata {list(parts.qdata.shape)}"
+                f"beside qdata {list(parts.qdata.shape)}; pass the components of one weight, as quantize makes them"
             )
 
 

@@ -34,7 +34,7 @@ def unswizzle(swizzled: Tensor, rows: int, cols: int) -> Tensor:
     if swizzled.numel() != expected:
         raise ValueError(
             f"swizzled block scales of a [{rows}, {cols}] grid take {expected} bytes, got {swizzled.numel()} "
-            f"in {list(swizzled.shape)}"
+            f"in {list(swizzled.shape)}; pass the rows and columns that were swizzled"
         )
     flat = swizzled.contiguous().view(torch.uint8).view(-1)
     if flat.storage_offset() % 4:  # a slice of a buffer may begin anywhere

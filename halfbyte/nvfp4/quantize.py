@@ -127,7 +127,8 @@ def check_weight(weight: Tensor, name: str, scales: str) -> None:
         raise ValueError(f"scales is {scales!r}, expected one of {', '.join(map(repr, LARGEST_BLOCK_SCALE))}")
     if weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(
-            f"{name}: NVFP4 encodes a floating-point matrix [out, in], got {weight.dtype} {list(weight.shape)}"
+            f"{name}: NVFP4 encodes a floating-point matrix [out, in], got {weight.dtype} {list(weight.shape)}; pass a "
+            "linear layer's dense weight"
         )
     check_in_features(weight.shape[1], name)
 
@@ -153,7 +154,7 @@ def check_global_scale(global_scale: Tensor, device: torch.device, name: str) ->
     if scale.numel() != 1:
         raise ValueError(
             f"{name}: global_scale has shape {list(scale.shape)}, expected one number: NVFP4 has one scale for the "
-            "whole tensor."
+            "whole tensor. Leave it out to have it chosen from the weight."
         )
     scale = scale.reshape(())
     value = scale.item()

@@ -26,7 +26,10 @@ def global_scale_for(amax: Tensor, *, scales: str = "max") -> Tensor:
     """
     amax = amax.detach().float().reshape(())
     if not 0 <= amax.item() < float("inf"):
-        raise ValueError(f"the largest magnitude of a weight must be finite and >= 0, got {amax.item()}")
+        raise ValueError(
+            f"the largest magnitude of a weight must be finite and >= 0, got {amax.item()}; pass weight.abs().max(), "
+            "and repair a weight that holds NaN or infinite values"
+        )
     if amax.item() == 0:
         return torch.ones_like(amax)
     scale = (amax / (LARGEST_BLOCK_SCALE[scales] * E2M1_MAX)).clamp(min=SMALLEST)
