@@ -140,7 +140,10 @@ def check_factors(parts: NVFP4Parts, lora_A: Tensor, lora_B: Tensor, name: str) 
     if lora_A.dim() != 2 or lora_B.shape != (n, lora_A.shape[0]) or lora_A.shape[1] != k:
         raise ValueError(
             f"{name}: lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)} do not multiply to the base weight "
-            f"[{n}, {k}]; expected [r, {k}] and [{n}, r]. Is this the adapter of another model?"
+            f"[{n}, {k}]; expected [r, {k}] and [{n}, r]. Is this the adapter of another model? Use the base it was "
+            "trained on."
         )
     if not (torch.isfinite(lora_A).all() and torch.isfinite(lora_B).all()):
-        raise ValueError(f"{name}: the adapter holds NaN or infinite values; it cannot be merged.")
+        raise ValueError(
+            f"{name}: the adapter holds NaN or infinite values; it cannot be merged. Take an earlier checkpoint."
+        )

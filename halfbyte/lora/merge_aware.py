@@ -144,7 +144,10 @@ def start_step(value: int | float, max_steps: int) -> int:
     """
     if isinstance(value, float):
         if not 0 <= value <= 1:
-            raise ValueError(f"merge_aware_start_step is {value}: a fraction of the run must be between 0 and 1")
+            raise ValueError(
+                f"merge_aware_start_step is {value}: a fraction of the run must be between 0 and 1; write a step as an "
+                "integer"
+            )
         return round(value * max_steps)
     if value < 0:
         raise ValueError(f"merge_aware_start_step is {value}, expected a step >= 0 or a fraction between 0.0 and 1.0")
@@ -176,7 +179,10 @@ def quantizer_of(model: nn.Module) -> Quantizer:
     layers = merge_aware_layers(model).values()
     recipes = {layer.recipe._replace(name="", row_offset=0, column_offset=0, changed=False) for layer in layers}
     if len(recipes) != 1:
-        raise ValueError(f"expected merge-aware layers that round alike, found {len(recipes)} ways")
+        raise ValueError(
+            f"expected merge-aware layers that round alike, found {len(recipes)} ways; call make_merge_aware with one "
+            "rounding, scales, seed and dtype"
+        )
     recipe = recipes.pop()
     dtype = str(recipe.dtype).removeprefix("torch.")
     return Quantizer(rounding=recipe.rounding, scales=recipe.scales, seed=recipe.seed, dtype=dtype)

@@ -139,7 +139,10 @@ class MergeAwareLinear(FusedLoraLinear):
         if len(active) > 1:
             problems.append(f"{len(active)} adapters are active ({', '.join(active)}), one can be merged")
         if problems:
-            raise ValueError(f"{self.recipe.name}: merge-aware LoRA cannot honour this: {'; '.join(problems)}.")
+            raise ValueError(
+                f"{self.recipe.name}: merge-aware LoRA cannot honour this: {'; '.join(problems)}. Activate one plain, "
+                "unmerged LoRA adapter (set_adapter)."
+            )
         return active[0] if active else None
 
     def merged_weight(self) -> NVFP4Parts:

@@ -110,7 +110,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """The dtype that torch names so ("bfloat16"); ValueError for another word."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no torch dtype")
+        raise ValueError(f"{name!r} is no torch dtype; set dtype to one such as 'bfloat16'")
     return dtype
 
 
@@ -145,11 +145,13 @@ def read(folder: str | os.PathLike[str]) -> AdapterMetadata | None:
     """
     path = Path(folder) / CONFIG_NAME
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no {CONFIG_NAME}; expected the folder of a PEFT adapter")
+        raise FileNotFoundError(
+            f"{folder} holds no {CONFIG_NAME}; expected the folder of a PEFT adapter, such as RUN/adapter"
+        )
     try:
         raw = json.loads(path.read_text()).get(KEY)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON ({error}); copy the adapter again") from None
     return None if raw is None else parse(raw, str(path))
 
 
@@ -157,7 +159,10 @@ def parse(raw: dict[str, Any], where: str) -> AdapterMetadata:
     """The key's JSON as an object; ValueError says what is wrong with it."""
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if not isinstance(version, int):
-        raise ValueError(f"{where}: the {KEY} key has no format_version; it is damaged")
+        raise ValueError(
+            f"{where}: the {KEY} key has no format_version; it is damaged; copy the adapter again, or remove the key "
+            "to go without its checks"
+        )
     if version > FORMAT_VERSION:
         raise ValueError(
             f"{where}: the adapter's metadata has format {version}, this halfbyte reads up to {FORMAT_VERSION}. "
@@ -182,7 +187,10 @@ def parse(raw: dict[str, Any], where: str) -> AdapterMetadata:
         check_modes(metadata.quantizer.rounding, metadata.quantizer.scales)
         torch_dtype(metadata.quantizer.dtype)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        raise ValueError(f"{where}: the {KEY} key is damaged ({error!r})") from None
+        raise ValueError(
+            f"{where}: the {KEY} key is damaged ({error!r}); copy the adapter again, or remove the key to go without "
+            "its checks"
+        ) from None
     if metadata.quantizer.version > QUANTIZER_VERSION:
         raise ValueError(
             f"{where}: the adapter was trained for quantizer {metadata.quantizer.version}, this halfbyte has "
