@@ -27,6 +27,7 @@ from halfbyte.nvfp4.digest import model_digest
 from halfbyte.nvfp4.linear import ActivationQuant
 
 Progress = Callable[[int, int, str], None]
+SHOWN_DIGEST = 16  # characters of an adapter's digests, as errors show them
 
 
 @dataclass
@@ -174,12 +175,36 @@ def inspect_adapter(folder: Path) -> Inspection:
                 found.warnings.append(f"{broken[0]}: lora_B holds NaN or infinite values")
     except (ValueError, FileNotFoundError) as error:
         found.warnings.append(str(error))
-    recorded = lora_metadata.read(folder)
+    try:
+        recorded = lora_metadata.read(folder)
+    except ValueError as error:
+        found.warnings.append(str(error))
+        return found
     if recorded is None:
         found.warnings.append(
             "no record of its base (not made by halfbyte): a merge cannot check that the base is right"
         )
     else:
-        found.facts["trained"] = f"{recorded.mode}, for {recorded.quantizer}"
-        found.facts["base digest"] = recorded.base_digest
+        found.facts |= record_facts(recorded)
     return found
+
+
+def record_facts(recorded: lora_metadata.AdapterMetadata) -> dict[str, str]:
+    """What a merge will go by, a row each: how it was trained, how it is rounded, for which base, and what made it."""
+    quantizer, merge_aware = recorded.quantizer, recorded.mode == "merge-aware"
+    rounding = quantizer.rounding if quantizer.rounding == "dither" else f"{quantizer.rounding}, to {quantizer.dtype}"
+    facts = {
+        "trained": f"merge-aware, from step {recorded.start_step} on" if merge_aware else recorded.mode,
+        "rounding": rounding if merge_aware else f"{rounding} (when it is merged)",
+        "scales": quantizer.scales,
+        "seed": str(quantizer.seed),
+        "quantizer": f"version {quantizer.version}",
+        "base digest": f"{recorded.base_digest[:SHOWN_DIGEST]}... of {len(recorded.targets)} layers",
+    }
+    if recorded.merged_digest is not None:
+        facts["merged digest"] = f"{recorded.merged_digest[:SHOWN_DIGEST]}..."
+    if recorded.overrides:
+        facts["overrides"] = "; ".join(recorded.overrides)
+    if recorded.versions:
+        facts["versions"] = ", ".join(f"{package} {version}" for package, version in sorted(recorded.versions.items()))
+    return facts

@@ -1,5 +1,6 @@
 """inspect says what is there and what is wrong; verify tells models apart across formats."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from halfbyte.checkpoint.inspect import inspect_path
 from halfbyte.checkpoint.shards import Shards
 from halfbyte.checkpoint.verify import verify
 from halfbyte.cli.main import main
+from halfbyte.lora import metadata as lora_metadata
 from halfbyte.nvfp4.digest import weight_digest
 from halfbyte.nvfp4.format import NVFP4Parts
 
@@ -26,6 +28,13 @@ def changed(source: Path, out: Path, change: Any) -> Path:
     change(tensors)
     save_file(tensors, out / "model.safetensors", metadata)
     return out
+
+
+def run(*args: object) -> int:
+    """The command line's exit code."""
+    with pytest.raises(SystemExit) as left:
+        main([str(arg) for arg in args])
+    return int(left.value.code or 0)
 
 
 def test_inspect_a_good_folder(ours: Path, dense: Path) -> None:
@@ -63,6 +72,46 @@ def test_inspect_warns(tmp_path: Path, ours: Path, change: Any, message: str) ->
     assert any(message in warning for warning in found.warnings), found.warnings
 
 
+def test_inspect_an_adapter(tmp_path: Path, adapter: Path, ours: Path, capsys: Any) -> None:
+    """Its record in rows: how a merge rounds, and the base by the digest that the base's own row begins with."""
+    found = inspect_path(adapter)
+    assert found.warnings == []
+    assert found.facts["trained"] == "plain" and found.facts["rounding"] == "dither (when it is merged)"
+    assert (found.facts["scales"], found.facts["seed"]) == ("keep", "0")
+    assert found.facts["base digest"] == f"{inspect_path(ours).facts['digest'][:16]}... of 14 layers"
+    assert "torch " in found.facts["versions"] and "merged digest" not in found.facts
+    aware = lora_metadata.AdapterMetadata(
+        mode="merge-aware",
+        quantizer=lora_metadata.Quantizer(rounding="nearest", scales="fresh", seed=7, dtype="bfloat16"),
+        start_step=50,
+        merged_digest="ab" * 32,
+        overrides=("any_base: so wished",),
+    )
+    shutil.copytree(adapter, tmp_path / "a")
+    lora_metadata.write(tmp_path / "a", aware)
+    assert run("inspect", tmp_path / "a") == 0
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for row in (
+        "trained merge-aware, from step 50 on",
+        "rounding nearest, to bfloat16",
+        "scales fresh",
+        "seed 7",
+        "merged digest abababababababab...",
+        "overrides any_base: so wished",
+    ):
+        assert row in out
+    assert "Quantizer(" not in out
+
+
+def test_inspect_an_adapter_with_a_damaged_record(tmp_path: Path, adapter: Path) -> None:
+    shutil.copytree(adapter, tmp_path / "a")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["halfbyte"]["mode"] = "other"
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
+    found = inspect_path(tmp_path / "a")
+    assert found.facts["rank, alpha"] == "4, 8" and "copy the adapter again" in found.warnings[0]
+
+
 def test_inspect_missing_metadata(tmp_path: Path, ours: Path) -> None:
     folder = changed(ours, tmp_path / "m", lambda tensors: None)
     save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
@@ -93,11 +142,6 @@ def test_digest_in_pieces_is_the_digest() -> None:
 
 
 def test_command_lines(tmp_path: Path, ours: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(*args: object) -> int:
-        with pytest.raises(SystemExit) as left:
-            main([str(arg) for arg in args])
-        return int(left.value.code or 0)
-
     assert run("export", ours, tmp_path / "mo", "--format", "modelopt") == 0
     assert "14 NVFP4 layers written" in capsys.readouterr().out
     assert run("verify", ours, tmp_path / "mo") == 0 and "the same" in capsys.readouterr().out
