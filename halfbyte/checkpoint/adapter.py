@@ -68,7 +68,10 @@ class Adapter:
         refuse_variants(self.config, self.folder)
         weights = self.folder / WEIGHTS_NAME
         if not weights.exists():
-            raise FileNotFoundError(f"{weights}: not there. Expected an adapter that PEFT saved as safetensors.")
+            raise FileNotFoundError(
+                f"{weights}: not there. Expected an adapter that PEFT saved as safetensors; save it again with "
+                "save_pretrained."
+            )
         self._file = TensorFile(weights)
         self._keys: dict[str, dict[str, str]] = {}  # layer -> "lora_A" or "lora_B" -> key
         self.modules: dict[str, str] = {}  # parameter -> key
@@ -98,12 +101,14 @@ class Adapter:
         if lora_A.dim() != 2 or lora_B.dim() != 2 or lora_A.shape[0] != r or lora_B.shape[1] != r:
             raise ValueError(
                 f"{self._file.path}: {layer} has lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)}, but "
-                f"{CONFIG_NAME} gives it rank {r}. Config and weights do not belong together."
+                f"{CONFIG_NAME} gives it rank {r}. Config and weights do not belong together; copy the whole folder "
+                "again."
             )
         for factor in (lora_A, lora_B):
             if not factor.is_floating_point():
                 raise ValueError(
-                    f"{self._file.path}: {layer} has factors in {factor.dtype}, expected a floating dtype."
+                    f"{self._file.path}: {layer} has factors in {factor.dtype}, expected a floating dtype. Save them "
+                    "in fp32 or bf16."
                 )
         scaling = alpha / (math.sqrt(r) if self.config.get("use_rslora") else r)
         return Factors(lora_A, lora_B, scaling, keys["lora_A"].endswith("_embedding_A"))
@@ -116,7 +121,8 @@ class Adapter:
         """Put one key of the file where it belongs."""
         if not key.startswith(PREFIX):
             raise ValueError(
-                f"{self._file.path}: {key} does not start with {PREFIX}; expected the keys that PEFT writes."
+                f"{self._file.path}: {key} does not start with {PREFIX}; expected the keys that PEFT writes. Save it "
+                "with PEFT's save_pretrained."
             )
         name = key.removeprefix(PREFIX)
         for factor, suffixes in LORA_KEYS.items():
@@ -125,16 +131,20 @@ class Adapter:
                     self._keys.setdefault(name.removesuffix(suffix), {})[factor] = key
                     return
         if "lora_" in name:
-            raise ValueError(f"{self._file.path}: {key} is part of a LoRA variant that cannot be merged.")
+            raise ValueError(
+                f"{self._file.path}: {key} is part of a LoRA variant that cannot be merged. Serve it unmerged."
+            )
         self.modules[name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = key
 
     def _check_complete(self) -> None:
         for layer, keys in self._keys.items():
             for factor in LORA_KEYS:
                 if factor not in keys:
-                    raise ValueError(f"{self._file.path}: {layer} has no {factor}. The file is damaged.")
+                    raise ValueError(f"{self._file.path}: {layer} has no {factor}. The file is damaged; copy it again.")
         if not self._keys and not self.modules:
-            raise ValueError(f"{self._file.path}: holds no LoRA factors.")
+            raise ValueError(
+                f"{self._file.path}: holds no LoRA factors. Save the adapter again with PEFT's save_pretrained."
+            )
 
     def _pattern(self, patterns: str, layer: str, default: str) -> Any:
         from peft.utils.other import get_pattern_key
@@ -155,14 +165,20 @@ def refuse_variants(config: Mapping[str, Any], folder: Path) -> None:
     """ValueError for an adapter that is not plain LoRA."""
     where = folder / CONFIG_NAME
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{where}: peft_type is {config.get('peft_type')}, expected LORA.")
+        raise ValueError(
+            f"{where}: peft_type is {config.get('peft_type')}, expected LORA. Give a LoRA adapter, or serve this one "
+            "unmerged."
+        )
     for field, name in NOT_MERGEABLE.items():
         if config.get(field):
             raise ValueError(
                 f"{where}: {field} is set: {name} is not W + s B A and cannot be merged. Serve it unmerged."
             )
     if config.get("bias", "none") != "none":
-        raise ValueError(f"{where}: bias is {config['bias']!r}, expected 'none': trained biases cannot be merged.")
+        raise ValueError(
+            f"{where}: bias is {config['bias']!r}, expected 'none': trained biases cannot be merged. Serve it "
+            "unmerged, or train without them."
+        )
     init = str(config.get("init_lora_weights")).lower()
     if init.startswith(REBASING):
         raise ValueError(
@@ -172,12 +188,15 @@ def refuse_variants(config: Mapping[str, Any], folder: Path) -> None:
     for field, is_right in (("r", is_rank), ("lora_alpha", is_number)):
         if not is_right(config.get(field)):
             raise ValueError(
-                f"{where}: r is {config.get('r')} and lora_alpha {config.get('lora_alpha')}, expected numbers, r >= 1."
+                f"{where}: r is {config.get('r')} and lora_alpha {config.get('lora_alpha')}, expected numbers, r >= 1. "
+                "Save the adapter again."
             )
     for field, is_right in (("rank_pattern", is_rank), ("alpha_pattern", is_number)):
         table = config.get(field) or {}
         if not isinstance(table, dict) or not all(map(is_right, table.values())):
-            raise ValueError(f"{where}: {field} is {table}, expected a number by layer name, ranks >= 1.")
+            raise ValueError(
+                f"{where}: {field} is {table}, expected a number by layer name, ranks >= 1. Save the adapter again."
+            )
 
 
 def is_number(value: Any) -> bool:

@@ -69,13 +69,14 @@ def open_base(path: str | os.PathLike[str]) -> Iterator[Base]:
     format = detect(folder, config)
     if format is None:
         raise ValueError(
-            f"{folder}: found a dense model, expected an NVFP4 base. PEFT itself merges into dense models."
+            f"{folder}: found a dense model, expected an NVFP4 base. Make one with `halfbyte quantize`; PEFT itself "
+            "merges into dense models."
         )
     with Shards(folder) as shards:
         skeleton = Skeleton.from_folder(folder)
         contents = read_contents(shards, format, config, lambda key: own_name(skeleton, key), skeleton.can_do_without)
         if not contents.weights:
-            raise ValueError(f"{folder}: holds no NVFP4 weight.")
+            raise ValueError(f"{folder}: holds no NVFP4 weight. Make a base that does with `halfbyte quantize`.")
         names = [weight.weight_name for weight in contents.weights.values()]
         skeleton.check_complete([*names, *contents.fp8, *contents.dense], folder)
         weights = {weight.model_fqn: weight for weight in contents.weights.values()}
@@ -114,7 +115,10 @@ def dense_base(path: str | os.PathLike[str], base: Base) -> Iterator[dict[str, t
             key = by_name.get(f"{fqn}.weight")
             if key is None or source.spec(key).shape != weight.shape:
                 what = "lacks it" if key is None else f"has it as {list(source.spec(key).shape)}"
-                raise ValueError(f"{source.path}: the base has {fqn} {list(weight.shape)}, the dense model {what}.")
+                raise ValueError(
+                    f"{source.path}: the base has {fqn} {list(weight.shape)}, the dense model {what}. Give the dense "
+                    "original of this base, or leave --onto out."
+                )
             found[fqn] = (source, key)
         yield found
     finally:

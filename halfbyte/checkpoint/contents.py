@@ -122,7 +122,10 @@ def _fp8(shards: Shards, key: str) -> Fp8Weight:
     found = shards.spec(scale_key).shape if scale_key in shards else None
     if found not in ((), (1,), (rows,), (rows, 1)):
         where = "is in no file" if found is None else f"is {list(found)}"
-        raise ValueError(f"{shards.path_of(key)}: {key} is FP8, but {scale_key} {where}, expected [] or [{rows}, 1].")
+        raise ValueError(
+            f"{shards.path_of(key)}: {key} is FP8, but {scale_key} {where}, expected [] or [{rows}, 1]. Fetch it "
+            "again, or quantize the dense original (halfbyte quantize)."
+        )
     return Fp8Weight(key, scale_key)
 
 
@@ -132,16 +135,16 @@ def _check_rest(shards: Shards, key: str) -> None:
     if leaf in FUNCTION_CHANGING:
         raise ValueError(
             f"{shards.path_of(key)}: {key} belongs to {FUNCTION_CHANGING[leaf]}, whose layers compute more than an "
-            "NVFP4 product; halfbyte does not read them."
+            "NVFP4 product; halfbyte does not read them. Quantize the dense original instead (halfbyte quantize)."
         )
     packed = spec.dtype.itemsize == 1 and spec.dtype != torch.bool
     if packed and len(spec.shape) > 2:
         raise ValueError(
             f"{shards.path_of(key)}: {key} is {spec}: experts stacked into one tensor, which halfbyte does not read. "
-            "Expected one linear per expert."
+            "Expected one linear per expert. Quantize the dense original instead (halfbyte quantize)."
         )
     if leaf in ("weight", "bias") and (packed or not spec.dtype.is_floating_point):
         raise ValueError(
             f"{shards.path_of(key)}: {key} is {spec}, expected NVFP4 codes of the folder's own format, FP8 (E4M3), or "
-            "a dense dtype."
+            "a dense dtype. Quantize the dense original instead (halfbyte quantize)."
         )

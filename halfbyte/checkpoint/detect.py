@@ -29,9 +29,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error}).") from error
+        raise ValueError(f"{path}: not valid JSON ({error}). Mend the file, or fetch it again.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}.")
+        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}. Fetch the file again.")
     return content
 
 
@@ -46,7 +46,10 @@ def detect(folder: Path, config: dict[str, Any]) -> Format | None:
         if not block:
             continue
         if not isinstance(block, dict) or not isinstance(block.get("quant_method"), str):
-            raise ValueError(f"{folder / CONFIG_FILE}: {field} has no quant_method, found {str(block)[:80]}.")
+            raise ValueError(
+                f"{folder / CONFIG_FILE}: {field} has no quant_method, found {str(block)[:80]}. Name it "
+                f"({', '.join(FORMATS)}), or fetch the file again."
+            )
         claims.append((block["quant_method"], f"{CONFIG_FILE}'s {field}"))
     if (folder / QUANT_FILE).exists():
         claims.append(("modelopt", f"the file {QUANT_FILE}"))
@@ -58,7 +61,8 @@ def detect(folder: Path, config: dict[str, Any]) -> Format | None:
     method = claims[0][0]
     if method not in FORMATS:
         raise ValueError(
-            f"{folder}: quantized by {method}, expected {' or '.join(FORMATS)} with NVFP4 weights, or none."
+            f"{folder}: quantized by {method}, expected {' or '.join(FORMATS)} with NVFP4 weights, or none. Quantize "
+            "the dense original instead (halfbyte quantize)."
         )
     return FORMATS[method]
 

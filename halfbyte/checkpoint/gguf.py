@@ -32,13 +32,15 @@ class GGUFSource:
         try:
             from gguf import GGUFReader
         except ImportError as error:
-            raise ImportError("Reading a .gguf file needs the gguf package: pip install 'halfbyte[train]'") from error
+            raise ImportError(
+                "Reading a .gguf file needs the gguf package; install it with: pip install 'halfbyte[train]'"
+            ) from error
         self.path = path
         try:
             self._reader = GGUFReader(path)
             self._architecture = str(self._reader.fields["general.architecture"].contents())
         except (ValueError, KeyError, IndexError, OSError) as error:
-            raise ValueError(f"{path}: not a readable GGUF file: {error}") from error
+            raise ValueError(f"{path}: not a readable GGUF file ({error}). Fetch it again.") from error
         if self._architecture not in ARCHITECTURES:
             raise ValueError(
                 f"{path}: a GGUF of architecture {self._architecture}, expected {', '.join(ARCHITECTURES)}. Take the "
@@ -86,7 +88,10 @@ class GGUFSource:
         try:
             config = AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name)
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"{self.path}: transformers cannot read the model's settings from it: {error}") from error
+            raise ValueError(
+                f"{self.path}: transformers cannot read the model's settings from it ({error}). Take the model's "
+                "safetensors instead."
+            ) from error
         config.dtype = self.dense_dtype
         return config
 
@@ -111,7 +116,8 @@ class GGUFSource:
         there.pop("rope_freqs.weight", None)  # scaled rotary frequencies: in the config already
         if missing or there:
             raise ValueError(
-                f"{self.path}: the model needs {missing[:3]}, the file holds in addition {list(there)[:3]}."
+                f"{self.path}: the model needs {missing[:3]}, the file holds in addition {list(there)[:3]}. Take the "
+                "model's safetensors instead."
             )
         return matched
 

@@ -20,7 +20,9 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
         return Path(text)
     found = HUB_ID.fullmatch(text)
     if not found:
-        raise FileNotFoundError(f"{text}: no such file or folder, and not a Hub id of the form owner/name.")
+        raise FileNotFoundError(
+            f"{text}: no such file or folder, and not a Hub id of the form owner/name. Check the spelling."
+        )
     from huggingface_hub import snapshot_download
 
     with asking(text, "a model of that name", "a local folder"):

@@ -55,7 +55,10 @@ def load_model(
         skeleton = Skeleton.from_folder(folder, dtype=as_dtype(dtype))
         contents = read_contents(shards, format, config, lambda key: skeleton.target(key).name, skeleton.can_do_without)
         if not contents.weights:
-            raise ValueError(f"{folder}: its config says {format.name}, but it holds no NVFP4 weight.")
+            raise ValueError(
+                f"{folder}: its config says {format.name}, but it holds no NVFP4 weight. Make a base that does with "
+                "`halfbyte quantize`."
+            )
         layers = match_layers(skeleton, shards, contents.weights)
         if contents.notice:
             warnings.warn(f"{folder}: {contents.notice}.", stacklevel=2)
@@ -92,7 +95,7 @@ def load_dense_model(
     """The same for a folder without quantization: the dense model, frozen."""
     folder = local_folder(path)
     if detect(folder, read_config(folder)) is not None:
-        raise ValueError(f"{folder}: found a quantized model, expected a dense one.")
+        raise ValueError(f"{folder}: found a quantized model, expected a dense one. Load it with halfbyte.load_model.")
     with Shards(folder) as shards:
         skeleton = Skeleton.from_folder(folder, dtype=as_dtype(dtype))
         suspicious: dict[str, str] = {}
@@ -120,7 +123,8 @@ def match_layers(skeleton: Skeleton, shards: Shards, stored: dict[str, StoredWei
         if target.fused:
             raise ValueError(
                 f"{where}: {weight.fqn} is NVFP4, but transformers fuses it with others into {target.name} while "
-                "loading, which 4-bit weights do not survive. This architecture needs that layer dense (--exclude)."
+                "loading, which 4-bit weights do not survive. Quantize the dense original with `halfbyte quantize`, "
+                "which keeps that layer dense."
             )
         if not target.known and skeleton.ignores(weight.weight_name):
             continue
@@ -128,16 +132,19 @@ def match_layers(skeleton: Skeleton, shards: Shards, stored: dict[str, StoredWei
         module = skeleton.model.get_submodule(fqn) if target.known else None
         if not isinstance(module, nn.Linear):
             raise ValueError(
-                f"{where}: {weight.fqn} is an NVFP4 weight, but the model of its config has no such linear layer."
+                f"{where}: {weight.fqn} is an NVFP4 weight, but the model of its config has no such linear layer. Take "
+                "config and weights from one checkpoint."
             )
         expected = (module.out_features, module.in_features)
         if weight.shape != expected:
             raise ValueError(
-                f"{where}: {weight.keys['qdata']} holds a weight {weight.shape}, the config expects {expected}."
+                f"{where}: {weight.keys['qdata']} holds a weight {weight.shape}, the config expects {expected}. Take "
+                "both from one checkpoint."
             )
         if target.name in skeleton.tied:
             raise ValueError(
-                f"{where}: {weight.fqn} is NVFP4, but the config ties it to the embeddings. Set tie_word_embeddings."
+                f"{where}: {weight.fqn} is NVFP4, but the config ties it to the embeddings. Set tie_word_embeddings to "
+                "false in config.json."
             )
         layers[fqn] = weight
     return layers
@@ -232,10 +239,16 @@ def load_dense(
     info.missing_keys -= {f"{fqn}.weight" for fqn in quantized}
     if info.mismatched_keys:
         name, found, expected = sorted(info.mismatched_keys)[0]
-        raise ValueError(f"{shards.folder}: {name} is {list(found)}, but the config expects {list(expected)}.")
+        raise ValueError(
+            f"{shards.folder}: {name} is {list(found)}, but the config expects {list(expected)}. Take both from one "
+            "checkpoint."
+        )
     if info.conversion_errors:
         name, error = sorted(info.conversion_errors.items())[0]
-        raise ValueError(f"{shards.folder}: transformers could not convert {name}: {error}")
+        raise ValueError(
+            f"{shards.folder}: transformers could not convert {name} ({error}). Take config and weights from one "
+            "checkpoint, or update transformers."
+        )
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
     complain("the model needs, but no file holds", info.missing_keys, shards.folder)

@@ -58,7 +58,10 @@ def merge_checkpoint(
     if to not in TARGETS:
         raise ValueError(f"to is {to!r}, expected {', '.join(TARGETS)}.")
     if format is not None and (format not in FORMATS or to != "nvfp4"):
-        raise ValueError(f"format is {format!r} with to {to!r}, expected {', '.join(FORMATS)} with to 'nvfp4'.")
+        raise ValueError(
+            f"format is {format!r} with to {to!r}, expected {', '.join(FORMATS)} with to 'nvfp4'. Leave format out for "
+            "a dense output."
+        )
     max_shard_bytes = parse_size(max_shard_size)
     with ExitStack() as stack:
         opened = stack.enter_context(open_base(base))

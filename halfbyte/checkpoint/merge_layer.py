@@ -25,9 +25,14 @@ def as_linear(factors: Factors) -> Factors:
 def check_shape(value: Tensor, factors: Factors, name: str) -> None:
     shape = (factors.lora_B.shape[0], factors.lora_A.shape[1])
     if tuple(value.shape) != shape:
-        raise ValueError(f"{name}: the adapter's change is {list(shape)}, the base's weight {list(value.shape)}.")
+        raise ValueError(
+            f"{name}: the adapter's change is {list(shape)}, the base's weight {list(value.shape)}. Use the base it "
+            "was trained on."
+        )
     if not (torch.isfinite(factors.lora_A).all() and torch.isfinite(factors.lora_B).all()):
-        raise ValueError(f"{name}: the adapter holds NaN or infinite values; it cannot be merged.")
+        raise ValueError(
+            f"{name}: the adapter holds NaN or infinite values; it cannot be merged. Take an earlier checkpoint."
+        )
 
 
 def add_delta(weight: Tensor, factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Retention]:
@@ -53,7 +58,7 @@ def check_original(fqn: str, original: Tensor, parts: NVFP4Parts, path: Path) ->
         distance = (wrong / total_square) ** 0.5 if total_square else float("inf")
         raise ValueError(
             f"{path}: {fqn} differs from the base's by {distance:.0%}, where quantizing explains about 10%. This is "
-            "not the dense original of that base."
+            "not the dense original of that base. Give that one, or leave --onto out."
         )
 
 

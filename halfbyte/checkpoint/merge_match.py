@@ -15,7 +15,8 @@ def check_targets(base: Base, adapter: Adapter) -> None:
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise ValueError(
-            f"{adapter.folder}: changes {lost[0]}{more}, which {base.folder} does not have. Is it another base's?"
+            f"{adapter.folder}: changes {lost[0]}{more}, which {base.folder} does not have. Is it another base's? Use "
+            "the base it was trained on."
         )
 
 

@@ -170,7 +170,8 @@ class Merger:
             new = self.adapter.module(name)
             if new.shape != value.shape:
                 raise ValueError(
-                    f"{self.adapter.folder}: {name} is {list(new.shape)}, the base has {list(value.shape)}."
+                    f"{self.adapter.folder}: {name} is {list(new.shape)}, the base has {list(value.shape)}. Use the "
+                    "base it was trained on."
                 )
             check_finite(new, name, self.adapter.folder)
             self.report.replaced.append(name)
@@ -295,7 +296,8 @@ class Merger:
         if digest != self.recorded.merged_digest:
             raise ValueError(
                 f"{self.adapter.folder}: the merged weights have digest {digest[:16]}, the adapter was trained for "
-                f"{str(self.recorded.merged_digest)[:16]}. The adapter's weights are not those of its record."
+                f"{str(self.recorded.merged_digest)[:16]}. The adapter's weights are not those of its record; copy its "
+                "whole folder again."
             )
 
     def keep_line(self, fqn: str, kind: str, kept: Retention) -> None:

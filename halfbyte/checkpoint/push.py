@@ -61,7 +61,7 @@ def files_to_send(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; give an adapter's or a model's")
     if not is_adapter(folder) and not (folder / "config.json").is_file():
-        inside = " Give its folder `adapter`." if (folder / "adapter").is_dir() else ""
+        inside = " Give its folder `adapter`." if (folder / "adapter").is_dir() else " Give the folder of one."
         raise ValueError(f"{folder}: neither an adapter (adapter_config.json) nor a model (config.json).{inside}")
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not hidden(path.relative_to(folder))]
     paths = [p for p in paths if p.name not in KEPT and any(fnmatch(p.name, pattern) for pattern in SENT)]

@@ -155,7 +155,8 @@ def make_plan(
     if not weights:
         raise ValueError(
             f"{source.path}: no layer to quantize. Linear layers found: {len(linears)}; all stay dense: "
-            f"{'; '.join(f'{fqn} ({reason})' for fqn, reason in islice(dense.items(), 3))}; ..."
+            f"{'; '.join(f'{fqn} ({reason})' for fqn, reason in islice(dense.items(), 3))}; ... Exclude fewer, or add "
+            "--lm-head, where that is the reason; else use the model as it is."
         )
     quantized = {weight.model_fqn for weight in weights.values()}
     kept_out = [fqn for fqn in skeleton.all_linears if fqn not in {*quantized, skeleton.output_embeddings}]
@@ -185,12 +186,12 @@ def check_linears(source: DenseSource, skeleton: Skeleton, linears: dict[str, st
         if tuple(spec.shape) != expected:
             raise ValueError(
                 f"{source.path}: {key} has shape {list(spec.shape)}, the config expects {list(expected)}. Config and "
-                "weights do not belong together."
+                "weights do not belong together; take both from one checkpoint."
             )
         if spec.dtype not in DENSE_DTYPES:
             raise ValueError(
                 f"{source.path}: {key} is {spec.dtype}, expected a dense model in bf16, fp16 or fp32. Is it quantized "
-                "already?"
+                "already? Give the dense original."
             )
 
 

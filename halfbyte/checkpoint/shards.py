@@ -95,7 +95,7 @@ class Shards:
 
     def _name_of(self, key: str) -> str:
         if key not in self._file_of:
-            raise ValueError(f"{self.folder}: key {key} is in no file of the checkpoint.")
+            raise ValueError(f"{self.folder}: key {key} is in no file of the checkpoint. Fetch it again.")
         return self._file_of[key]
 
     def _listed(self) -> dict[str, list[str] | None]:
@@ -114,7 +114,10 @@ class Shards:
                 f"{self.folder}: found {pickles[0]}, a pickle file, which can run code when it is opened. Expected "
                 "safetensors; save the model again with a current transformers."
             )
-        raise FileNotFoundError(f"{self.folder}: found neither {SINGLE_FILE} nor {INDEX_FILE}.")
+        raise FileNotFoundError(
+            f"{self.folder}: found neither {SINGLE_FILE} nor {INDEX_FILE}. Give a folder with a model's weights, or "
+            "fetch it again."
+        )
 
     def _open(self, name: str, keys: list[str] | None) -> None:
         file = TensorFile(safe_path(self.folder, name))
@@ -122,11 +125,16 @@ class Shards:
         self.metadata.update(file.metadata)
         for key in file.specs:
             if key in self._file_of:
-                raise ValueError(f"{self.folder}: key {key} is in both {self._file_of[key]} and {name}.")
+                raise ValueError(
+                    f"{self.folder}: key {key} is in both {self._file_of[key]} and {name}. Fetch the checkpoint again."
+                )
             self._file_of[key] = name
         absent = [key for key in keys or () if key not in file.specs]
         if absent:
-            raise ValueError(f"{self.folder / INDEX_FILE}: says that {absent[0]} is in {name}, which does not hold it.")
+            raise ValueError(
+                f"{self.folder / INDEX_FILE}: says that {absent[0]} is in {name}, which does not hold it. Fetch both "
+                "again."
+            )
 
 
 def safe_path(folder: Path, name: str) -> Path:
@@ -136,10 +144,14 @@ def safe_path(folder: Path, name: str) -> Path:
     """
     parts = PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts or "\\" in name or not name:
-        raise ValueError(f"{folder}: the checkpoint names the file {name!r}, which leaves its folder. Refused.")
+        raise ValueError(
+            f"{folder}: the checkpoint names the file {name!r}, which leaves its folder. Refused; fetch it from a "
+            "source that you trust."
+        )
     if parts.suffix in PICKLE_SUFFIXES:
         raise ValueError(
-            f"{folder}: the checkpoint names {name!r}, a pickle file, which can run code. Expected safetensors."
+            f"{folder}: the checkpoint names {name!r}, a pickle file, which can run code. Expected safetensors; save "
+            "the model again with a current transformers."
         )
     path = folder / name
     if not path.exists():
@@ -149,7 +161,10 @@ def safe_path(folder: Path, name: str) -> Path:
     if home.parent.name == "snapshots":
         allowed.append(home.parent.parent / "blobs")
     if not any(target.is_relative_to(root) for root in allowed):
-        raise ValueError(f"{path}: a link to {target}, which lies outside the checkpoint's folder. Refused.")
+        raise ValueError(
+            f"{path}: a link to {target}, which lies outside the checkpoint's folder. Refused; copy the file into the "
+            "folder."
+        )
     return path
 
 
@@ -158,7 +173,9 @@ def _read_index(path: Path) -> dict[str, list[str] | None]:
         weight_map = json.loads(path.read_text())["weight_map"]
         pairs = [(str(key), str(name)) for key, name in weight_map.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: not a safetensors index (expected JSON with a weight_map): {error!r}") from error
+        raise ValueError(
+            f"{path}: not a safetensors index (expected JSON with a weight_map): {error!r}. Fetch it again."
+        ) from error
     listed: dict[str, list[str] | None] = {name: [] for name in sorted({name for _, name in pairs})}
     for key, name in pairs:
         keys = listed[name]

@@ -65,7 +65,10 @@ class Skeleton:
             with empty, set_zero3_state():
                 self.model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{where}: transformers cannot build a causal language model from it: {error}") from error
+            raise ValueError(
+                f"{where}: transformers cannot build a causal language model from it ({error}). Give such a model, or "
+                "update transformers."
+            ) from error
         self.mapping: list[Any] = get_model_conversion_mapping(self.model)
         self._renamings = [entry for entry in self.mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in self.mapping if isinstance(entry, WeightConverter)]
@@ -180,7 +183,10 @@ def complain(what: str, names: Iterable[str], where: Path) -> None:
     names = sorted(names)
     if names:
         others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        raise ValueError(f"{where}: {what} {names[0]}{others}. Config and weights do not belong together.")
+        raise ValueError(
+            f"{where}: {what} {names[0]}{others}. Config and weights do not belong together; take both from one "
+            "checkpoint."
+        )
 
 
 def load_config(folder: Path) -> "PreTrainedConfig":
@@ -191,4 +197,7 @@ def load_config(folder: Path) -> "PreTrainedConfig":
     try:
         return AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
-        raise ValueError(f"{folder}: transformers does not understand its config.json: {error}") from error
+        raise ValueError(
+            f"{folder}: transformers does not understand its config.json ({error}). Mend that file, or update "
+            "transformers."
+        ) from error

@@ -54,7 +54,10 @@ class FolderSource:
         self._config_json = read_config(path)
         format = detect(path, self._config_json)
         if format is not None:
-            raise ValueError(f"{path}: already quantized ({format.name}), expected a bf16, fp16 or fp32 model.")
+            raise ValueError(
+                f"{path}: already quantized ({format.name}), expected a bf16, fp16 or fp32 model. Give the dense "
+                "original."
+            )
         self.config = load_config(path)
         self._shards = Shards(path)
 

@@ -125,7 +125,9 @@ def check_spec(path: Path, key: str, found: TensorSpec, dtype: torch.dtype, *sha
     """ValueError naming file and key unless `found` has the dtype and one of the shapes."""
     if found.dtype != dtype or found.shape not in shapes:
         expected = " or ".join(str(TensorSpec(dtype, shape)) for shape in shapes)
-        raise ValueError(f"{path}: {key} is {found}, expected {expected}.")
+        raise ValueError(
+            f"{path}: {key} is {found}, expected {expected}. Fetch it again, or quantize the dense original."
+        )
 
 
 def check_qdata(path: Path, key: str, found: TensorSpec) -> tuple[int, int]:
@@ -162,4 +164,7 @@ def check_scales(path: Path, key: str, scale: Tensor) -> None:
 def check_global_scale(path: Path, key: str, value: Tensor) -> None:
     """ValueError unless the tensor scale is finite and not negative."""
     if not 0 <= float(value) < float("inf"):
-        raise ValueError(f"{path}: {key} is {float(value)}, expected a finite tensor scale >= 0. The file is damaged.")
+        raise ValueError(
+            f"{path}: {key} is {float(value)}, expected a finite tensor scale >= 0. The file is damaged; fetch or "
+            "quantize it again."
+        )

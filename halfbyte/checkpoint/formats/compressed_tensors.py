@@ -56,7 +56,8 @@ class CompressedTensorsFormat(KeyedFormat):
             if scale is None:
                 key = f"{fqn}.{LAYOUT.names['act_scale']}"
                 raise ValueError(
-                    f"{shards.folder}: {key} is in no file, but the config says W4A4 with calibrated inputs."
+                    f"{shards.folder}: {key} is in no file, but the config says W4A4 with calibrated inputs. Fetch it "
+                    "again, or set input_activations to null there, for weight-only."
                 )
             return ActivationQuant(scale=scale)
 
@@ -98,13 +99,15 @@ def config_groups(config: Mapping[str, Any], shards: Shards) -> list[Mapping[str
     groups = block.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ValueError(
-            f"{shards.folder / 'config.json'}: quantization_config has no config_groups, expected a group a scheme."
+            f"{shards.folder / 'config.json'}: quantization_config has no config_groups, expected a group a scheme. "
+            "Fetch the file again."
         )
     for field in ("transform_config", "sparsity_config"):
         if block.get(field) and block[field].get("format") != "dense":
             raise ValueError(
                 f"{shards.folder / 'config.json'}: {field} is set: its layers compute more than an NVFP4 product "
-                "(rotations, sparsity), which halfbyte does not read."
+                "(rotations, sparsity), which halfbyte does not read. Quantize the dense original instead (halfbyte "
+                "quantize)."
             )
     return list(groups.values())
 
@@ -123,11 +126,17 @@ def group_of(fqn: str, groups: list[Mapping[str, Any]], model_fqn: str) -> Mappi
             if any(matches(target) for target in group.get("targets") or ()):
                 check_arguments(group["weights"], f"weights of {fqn}")
                 return group
-    raise ValueError(f"{fqn}: its codes are in the file, but no 4-bit group of the config targets it.")
+    raise ValueError(
+        f"{fqn}: its codes are in the file, but no 4-bit group of the config targets it. Add it to a group's targets "
+        "in config.json, or fetch that again."
+    )
 
 
 def check_arguments(arguments: Mapping[str, Any], what: str) -> None:
     """ValueError for a scheme that is not NVFP4."""
     for field, expected in (("num_bits", 4), ("type", "float"), ("group_size", BLOCK_SIZE)):
         if arguments.get(field) != expected:
-            raise ValueError(f"{what}: {field} is {arguments.get(field)}, expected {expected} (NVFP4).")
+            raise ValueError(
+                f"{what}: {field} is {arguments.get(field)}, expected {expected} (NVFP4). Quantize the dense original "
+                "instead (halfbyte quantize)."
+            )

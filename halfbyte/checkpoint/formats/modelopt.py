@@ -91,5 +91,8 @@ def check_algorithm(shards: Shards, config: Mapping[str, Any]) -> str:
     """The algorithm; ValueError for one whose layers compute something else than NVFP4 weights do."""
     found = quantization_of(shards.folder, config).get("quant_algo")
     if found not in (W4A4, W4A16, MIXED):
-        raise ValueError(f"{shards.folder}: ModelOpt's quant_algo is {found}, expected {W4A4}, {W4A16} or {MIXED}.")
+        raise ValueError(
+            f"{shards.folder}: ModelOpt's quant_algo is {found}, expected {W4A4}, {W4A16} or {MIXED}. Quantize the "
+            "dense original instead (halfbyte quantize)."
+        )
     return found

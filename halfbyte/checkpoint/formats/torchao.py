@@ -60,9 +60,15 @@ class TorchaoFormat:
         for name in names - described:
             kind = _described(shards, name)["_type"]
             if kind == "NVFP4Tensor":
-                raise ValueError(f"{shards.folder}: metadata lists {name}, but its codes (...{QDATA}) are in no file.")
+                raise ValueError(
+                    f"{shards.folder}: metadata lists {name}, but its codes (...{QDATA}) are in no file. Fetch it "
+                    "again."
+                )
             if kind != "Tensor":
-                raise ValueError(f"{shards.folder}: {name} is stored as {kind}, expected NVFP4Tensor or Tensor.")
+                raise ValueError(
+                    f"{shards.folder}: {name} is stored as {kind}, expected NVFP4Tensor or Tensor. Quantize the dense "
+                    "original instead (halfbyte quantize)."
+                )
         return found
 
     def left_out(self, shards: Shards, config: Mapping[str, Any]) -> list[str]:
@@ -175,7 +181,7 @@ def _described(shards: Shards, name: str) -> dict[str, Any]:
     except (KeyError, ValueError, TypeError) as error:
         raise ValueError(
             f"{shards.folder}: the safetensors metadata lists {name}, but its own entry is missing or unreadable "
-            f"({error!r}), expected JSON with _type."
+            f"({error!r}), expected JSON with _type. Fetch the files again."
         ) from error
     return described
 
@@ -186,13 +192,19 @@ def _listed_name(shards: Shards, name: str, rename: Rename, names: set[str]) -> 
         if candidate in names:
             return candidate
     key = name.removesuffix(".weight") + QDATA
-    raise ValueError(f"{shards.path_of(key)}: {key} is there, but the metadata's tensor_names does not list {name}.")
+    raise ValueError(
+        f"{shards.path_of(key)}: {key} is there, but the metadata's tensor_names does not list {name}. Fetch the files "
+        "again."
+    )
 
 
 def _stored(shards: Shards, fqn: str, name: str, described: dict[str, Any]) -> StoredWeight:
     """One weight, from its JSON and the headers; complains of whatever does not fit together."""
     if described["_type"] != "NVFP4Tensor":
-        raise ValueError(f"{shards.folder}: {name} is stored as {described['_type']}, expected NVFP4Tensor.")
+        raise ValueError(
+            f"{shards.folder}: {name} is stored as {described['_type']}, expected NVFP4Tensor. Quantize the dense "
+            "original instead (halfbyte quantize)."
+        )
     try:
         details = described["_data"]
         attributes = list(described["_tensor_data_names"])
@@ -201,7 +213,8 @@ def _stored(shards: Shards, fqn: str, name: str, described: dict[str, Any]) -> S
         details.setdefault("act_quant_kwargs", None)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{shards.folder}: metadata of {name}: {error!r} missing or unknown in {described}."
+            f"{shards.folder}: metadata of {name}: {error!r} missing or unknown in {described}. Fetch it again, or "
+            "quantize the dense original."
         ) from error
     for component in ("qdata", "scale"):
         keys.setdefault(component, f"{fqn}._weight_{component}")
@@ -233,7 +246,10 @@ def _activation(shards: Shards, name: str, keys: dict[str, str], details: Mappin
     try:
         dynamic = details["act_quant_kwargs"]["_data"]["use_dynamic_per_tensor_scale"]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{shards.folder}: metadata of {name}: act_quant_kwargs lacks {error!r}.") from error
+        raise ValueError(
+            f"{shards.folder}: metadata of {name}: act_quant_kwargs lacks {error!r}. Fetch it again, or quantize the "
+            "dense original."
+        ) from error
     if dynamic:
         return ActivationQuant(scale=None)
     if "act_scale" not in keys:
