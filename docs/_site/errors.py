@@ -31,6 +31,7 @@ ROOMS = {
     "train": "Training",
     "plan": "Planning",
     "report": "Reports",
+    "inference": "Trying a model",
     "checkpoint": "Checkpoints: quantize, load, merge, export, resume",
     "parallel": "Several GPUs",
     "lora": "Adapters",
@@ -42,10 +43,10 @@ VERBS = set(
     re.findall(
         r"\w+",
         """
-        accept add adapt allow ask attach build call change check choose clear continue copy expected export
-        fetch find fix free give go install keep launch leave let load lower make mend merge move name or pass
-        pick put quantize quote raise read remove rename repair restart restore resume run save see serve set
-        shard start take test train try turn unset update use wait write
+        accept activate adapt add allow ask attach build call cast change check choose clear continue copy exclude
+        expected export fetch find fix free freeze give go hand install keep launch leave let load lower make mend merge
+        move name or pass pick put quantize quote raise read register remove rename repair restart restore resume run
+        save see serve set shard start take test train try turn unset update use wait write
         """,
     )
 )
@@ -64,7 +65,7 @@ class Message:
     @property
     def remedy(self) -> str:
         """The last part that begins with what to do; empty where the message has none."""
-        parts = re.split(r"(?<=[.;:])\s+|;\s+|,\s+and\s+", self.text)
+        parts = re.split(r"(?<=[.;:?])\s+|;\s+|,\s+and\s+", self.text)
         for index, part in enumerate(parts):
             word = re.match(r"[`'(]?([A-Za-z]+)", part)
             if index and word and word[1].lower() in VERBS:

@@ -33,15 +33,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         limits = {
-            "max_new_tokens": self.max_new_tokens >= 1,
-            "temperature": self.temperature >= 0,
-            "top_p": self.top_p is None or 0 < self.top_p <= 1,
-            "top_k": self.top_k is None or self.top_k >= 1,
-            "repetition_penalty": self.repetition_penalty is None or self.repetition_penalty > 0,
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (self.temperature >= 0, "at least 0"),
+            "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
+            "top_k": (self.top_k is None or self.top_k >= 1, "at least 1"),
+            "repetition_penalty": (self.repetition_penalty is None or self.repetition_penalty > 0, "above 0"),
         }
-        for name, right in limits.items():
+        for name, (right, expected) in limits.items():
             if not right:
-                raise ValueError(f"{name} is {getattr(self, name)}, which is out of range")
+                raise ValueError(f"{name} is {getattr(self, name)}, which is out of range; expected {expected}")
 
     def arguments(self) -> dict[str, Any]:
         """What `generate` takes; nothing is left to the model's own generation_config but its stop tokens."""
@@ -70,7 +70,7 @@ def text_tokens(runnable: Runnable, text: str) -> Any:
     """Plain text to be continued."""
     tokens = runnable.tokenizer(text, return_tensors="pt")
     if tokens["input_ids"].shape[1] == 0:
-        raise ValueError("the prompt is empty; there is nothing to continue")
+        raise ValueError("the prompt is empty; there is nothing to continue; give some text")
     return tokens
 
 

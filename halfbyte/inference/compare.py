@@ -39,7 +39,10 @@ def voices(
     raises   as `load_runnable`; ValueError for "base" without an adapter to switch off.
     """
     if compare == BASE and adapter is None:
-        raise ValueError("--compare base needs an --adapter: without one the base is compared with itself")
+        raise ValueError(
+            "--compare base needs an adapter: without one the base is compared with itself; give one, or another model "
+            "to compare with"
+        )
     first = load_runnable(base, adapter, any_base=any_base, device=device)
     one = Voice(first.name, first)
     if compare is None:
