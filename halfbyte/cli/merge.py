@@ -143,7 +143,10 @@ def encoded_examples(path: str, tokenizer: Any, sequence_len: int) -> list[dict[
     examples = [{key: row[key][:sequence_len] for key in ("input_ids", "labels")} for row in rows]
     examples = [example for example in examples if any(label != IGNORED for label in example["labels"][1:])]
     if not examples:
-        raise ValueError(f"{path}: no example has a token to predict within {sequence_len} tokens.")
+        raise ValueError(
+            f"{path}: no example has a token to predict within {sequence_len} tokens. Raise --eval-sequence-len, or "
+            "check that the answers are not empty."
+        )
     return sorted(examples, key=lambda example: len(example["input_ids"]))
 
 

@@ -46,7 +46,9 @@ def plan(
     where = config_place(run.base_model)
     shape = read_shape(load_config(where), where, settings)
     if not shape.packed_params:
-        raise ValueError(f"{run.base_model}: no layer of {shape.name} can be packed in 4 bits; nothing to plan")
+        raise ValueError(
+            f"{run.base_model}: no layer of {shape.name} can be packed in 4 bits; nothing to plan; take another model"
+        )
     size = parse_size(gpu_memory) if gpu_memory is not None else gpu_bytes()
     if gpu_memory is not None and parse_size(gpu_memory) < LEAST_GPU:
         raise ValueError(f"--gpu-memory {gpu_memory} is less than any GPU has; a plain number is bytes. Say 24GB.")
