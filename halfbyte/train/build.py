@@ -102,7 +102,9 @@ def load_base(config: TrainConfig, folder: Path, device: torch.device, mesh: Dev
             base.set_attn_implementation(config.attn_implementation)
         except (ValueError, ImportError) as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"attn_implementation {config.attn_implementation!r}: {reason}") from error
+            raise ValueError(
+                f"attn_implementation {config.attn_implementation!r}: {reason}; set sdpa or eager, or remove it"
+            ) from error
     base.config.use_cache = False
     return base
 

@@ -290,7 +290,8 @@ class TrainConfig(_Strict):
             self.check_start_step(self.max_steps)
         if self.val_set_size and self.test_datasets:
             raise ValueError(
-                "val_set_size and test_datasets are both set; held-out data can come from one of them only"
+                "val_set_size and test_datasets are both set; held-out data can come from one of them only; remove the "
+                "other"
             )
         engines = {
             "deepspeed": bool(self.deepspeed),
@@ -299,7 +300,7 @@ class TrainConfig(_Strict):
         }
         spread = [name for name, asked in engines.items() if asked]
         if len(spread) > 1:
-            raise ValueError(f"{' and '.join(spread)} are set; a run uses one of them")
+            raise ValueError(f"{' and '.join(spread)} are set; a run uses one of them, so remove the other")
         if not self.fsdp and (self.dp_replicate_size > 1 or self.fsdp_config != FsdpConfig()):
             raise ValueError("dp_replicate_size or fsdp_config is set, but fsdp is not; set fsdp: true, or remove it")
         if self.sample_prompts and spread:
@@ -371,7 +372,10 @@ def apply_override(values: dict[str, Any], override: str) -> None:
             target = target[int(key)] if isinstance(target, list) else target.setdefault(key, {})
         target[int(last) if isinstance(target, list) else last] = value
     except (ValueError, IndexError, TypeError, AttributeError):
-        raise ValueError(f"override {override!r}: {dotted} leads nowhere in the config") from None
+        raise ValueError(
+            f"override {override!r}: {dotted} leads nowhere in the config; name keys that are there, and entries of a "
+            "list by number"
+        ) from None
 
 
 def dump_config(config: TrainConfig) -> str:
@@ -408,7 +412,8 @@ def _sentence(error: ValidationError) -> str:
     if items[0]["type"] == "extra_forbidden":
         model = PARENTS[key.split(".")[0]] if "." in key else TrainConfig
         nearest = nearest_key(key.rpartition(".")[2], model.model_fields)
-        return f"unknown key {key!r}" + (f"; did you mean {nearest!r}?" if nearest else "") + more
+        known = f"expected {', '.join(model.model_fields)}" if "." in key else "`halfbyte train --keys` lists all"
+        return f"unknown key {key!r}; " + (f"did you mean {nearest!r}?" if nearest else known) + more
     if items[0]["type"] == "missing":
         return f"key {key!r} is missing and has no default; add it{more}"
     message = " or ".join(item["msg"].removeprefix("Value error, ").removeprefix("Input should be ") for item in items)

@@ -114,9 +114,12 @@ def read_source(source: DatasetConfig) -> Any:
         rows = _read_local(path, source.split)
     except Exception as error:  # pyarrow, pandas and datasets each raise their own kinds here
         cause = error.__cause__ or error
-        raise ValueError(f"{path}: not readable as a data set ({type(cause).__name__}: {cause})") from error
+        raise ValueError(
+            f"{path}: not readable as a data set ({type(cause).__name__}: {cause}); mend it, write it as .jsonl, or "
+            "check datasets.split"
+        ) from error
     if not len(rows):
-        raise ValueError(f"{path}: holds no examples")
+        raise ValueError(f"{path}: holds no examples; give a path that does")
     return rows
 
 
@@ -161,14 +164,17 @@ def recognise(source: DatasetConfig, columns: Sequence[str]) -> DataType:
         if missing:
             raise ValueError(
                 f"{source.path}: no column {', '.join(map(repr, missing))}, which type {source.type} needs; found "
-                f"{', '.join(columns)}"
+                f"{', '.join(columns)}; set another type, or rename a column"
             )
         return source.type
     for kind, names in needed.items():
         if all(name in columns for name in names):
             return kind
     expected = "; ".join(f"{' + '.join(names)} ({kind})" for kind, names in needed.items())
-    raise ValueError(f"{source.path}: found columns {', '.join(columns)}; expected {expected}")
+    raise ValueError(
+        f"{source.path}: found columns {', '.join(columns)}; expected {expected}; rename them, or set field or "
+        "field_messages"
+    )
 
 
 def columns_of(source: DatasetConfig) -> dict[DataType, list[str]]:
@@ -230,21 +236,23 @@ EXPECTED: dict[DataType, str] = {
 
 def checked_messages(messages: Any) -> encode.Messages:
     """Messages without the keys that a table filled with None. ValueError for what is no conversation."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"found {type(messages).__name__} {str(messages)[:40]!r}")
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"found {type(messages).__name__} {str(messages)[:40]!r}; mend or remove that example")
     kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
     for number, message in enumerate(kept):
         if not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f"message {number} has the keys {', '.join(message) or 'none'}")
+            raise ValueError(
+                f"message {number} has the keys {', '.join(message) or 'none'}; mend or remove that example"
+            )
     if kept[0]["role"] == "assistant":
-        raise ValueError("the first message is the assistant's")
+        raise ValueError("the first message is the assistant's; put another's before it, or remove it")
     return kept
 
 
 def text_of(row: dict[str, Any], column: str) -> str:
     """A column's text. ValueError for another type, such as an empty cell."""
     if not isinstance(row[column], str):
-        raise ValueError(f"{column} is {type(row[column]).__name__}")
+        raise ValueError(f"{column} is {type(row[column]).__name__}; mend or remove that example")
     return row[column]
 
 

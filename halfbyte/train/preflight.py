@@ -178,7 +178,9 @@ def check_report_to(names: list[str]) -> None:
             for callback in get_reporting_integration_callbacks([name]):
                 callback()
         except Exception as error:  # each tracker's callback complains in its own way
-            raise ValueError(f"report_to: {name!r} cannot be used ({' '.join(str(error).split())})") from error
+            raise ValueError(
+                f"report_to: {name!r} cannot be used ({' '.join(str(error).split())}); set it up, or remove it"
+            ) from error
 
 
 def check_targets(model: Any, config: TrainConfig) -> None:

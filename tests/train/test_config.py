@@ -48,7 +48,11 @@ def test_frozen() -> None:
         ({"learnig_rate": 1}, "unknown key 'learnig_rate'; did you mean 'learning_rate'?"),
         ({"optim": "adamw"}, "did you mean 'optimizer'?"),
         ({"datasets": [{"pth": "a"}]}, "unknown key 'datasets.0.pth'; did you mean 'path'?"),
-        ({"xyzzy": 1}, "unknown key 'xyzzy'"),
+        ({"xyzzy": 1}, "unknown key 'xyzzy'; `halfbyte train --keys` lists all"),
+        (
+            {"fsdp_config": {"xyzzy": 1}},
+            "unknown key 'fsdp_config.xyzzy'; expected reshard_after_forward, offload_params",
+        ),
         ({"lora_r": "abc"}, "lora_r is 'abc', expected a valid integer"),
         ({"lora_r": 0}, "lora_r is 0, expected greater than 0"),
         ({"learning_rate": float("inf")}, "learning_rate is inf, expected a finite number"),

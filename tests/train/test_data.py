@@ -105,6 +105,7 @@ def test_long_examples_are_cut_and_those_without_an_answer_left_out(tmp_path, to
         ),
         ([{"messages": [{"role": "assistant", "content": "a"}]}], {}, "first message is the assistant's"),
         ([{"messages": []}], {}, "example 1 is not a list of messages"),
+        ([{"messages": ["a"]}], {}, "example 1 is not a list of messages"),
         ([{"messages": [{"from": "user", "value": "a"}]}], {}, "message 0 has the keys from, value"),
     ],
 )
