@@ -21,7 +21,8 @@ from halfbyte.optim.checks import check_states
 from halfbyte.optim.formats import StateFormat
 from halfbyte.optim.hyper import Hyper
 from halfbyte.optim.kernels.codec_cpu import FORMAT_CODE
-from halfbyte.optim.kernels.step_cpu_tile import (
+from halfbyte.optim.kernels.step_cpu_tile import Room, advance, new_room, run
+from halfbyte.optim.kernels.table_cpu import (
     BFLOAT16,
     COLUMNS,
     FLOAT16,
@@ -32,12 +33,8 @@ from halfbyte.optim.kernels.step_cpu_tile import (
     QUANTIZED,
     SEED,
     STEP,
-    Room,
-    advance,
-    new_room,
-    run,
 )
-from halfbyte.optim.kernels.step_cpu_tile import MOMENTS as FIRST_MOMENT
+from halfbyte.optim.kernels.table_cpu import MOMENTS as FIRST_MOMENT
 from halfbyte.optim.kernels.whereabouts import Whereabouts, addresses
 from halfbyte.optim.rounding import Counter
 

@@ -18,7 +18,7 @@ from numba import njit
 
 from halfbyte.optim.formats import FORMATS, StateFormat
 from halfbyte.optim.hyper import Hyper
-from halfbyte.optim.kernels import step_cpu, step_cpu_tile, step_ref
+from halfbyte.optim.kernels import step_cpu, step_ref, table_cpu, values_cpu
 from halfbyte.optim.kernels.step import choose_path
 from halfbyte.optim.rounding import Counter, param_seed, random_bits, round_stochastic, step_key
 
@@ -207,8 +207,8 @@ def test_every_value_is_written_and_no_neighbour(name: str) -> None:
 @njit
 def _round_all(x, counter, start, key, multiply, out):
     row = np.zeros(15, np.int64)
-    row[step_cpu_tile.NUMEL], row[step_cpu_tile.OFFSET :] = 1000, counter
-    step_cpu_tile._store_stochastic(x, out, row, start, key, multiply)
+    row[table_cpu.NUMEL], row[table_cpu.OFFSET :] = 1000, counter
+    values_cpu.store_stochastic(x, out, row, start, key, multiply)
 
 
 @pytest.mark.parametrize(
