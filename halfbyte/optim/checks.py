@@ -61,10 +61,13 @@ def check_param(param: Tensor) -> None:
     if param.requires_grad and param.dtype.itemsize == 1:
         raise ValueError(
             f"a trainable parameter of shape {list(param.shape)} is {param.dtype}; the step writes fp32, bf16, fp16 "
-            "and fp64 parameters only."
+            "and fp64 parameters only. Freeze it (requires_grad_(False)), or cast it."
         )
     if param.layout != torch.strided:
-        raise ValueError(f"a parameter of shape {list(param.shape)} is {param.layout}; only dense ones are supported.")
+        raise ValueError(
+            f"a parameter of shape {list(param.shape)} is {param.layout}; only dense ones are supported. Make it dense "
+            "(to_dense())."
+        )
     if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
         raise ValueError(
             "the parameters belong to FullyShardedDataParallel (FSDP1), whose optim_state_dict cannot hold quantized "

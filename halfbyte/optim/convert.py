@@ -92,7 +92,7 @@ def to_torchao(optimizer: AdamW) -> dict[str, Any]:
         from torchao.optim.subclass_fp8 import OptimStateFp8
     except ImportError as error:
         raise RuntimeError(
-            "to_torchao builds torchao's tensors, but torchao is not installed: pip install torchao"
+            "to_torchao builds torchao's tensors, but torchao is not installed. Install it with: pip install torchao"
         ) from error
 
     def quantized(param: Tensor, codes: Tensor, scale: Tensor, fmt: StateFormat, signed: bool) -> Tensor:

@@ -93,5 +93,6 @@ def _bitsandbytes_block(numel: int, num_blocks: int) -> int:
         if -(-numel // block) == num_blocks:
             return block
     raise ValueError(
-        f"a bitsandbytes state has {numel} values in {num_blocks} blocks, which is none of its block sizes (256, 2048)."
+        f"a bitsandbytes state has {numel} values in {num_blocks} blocks, which is none of its block sizes (64 to "
+        "4096). Load the state dict as bitsandbytes saved it."
     )

@@ -134,7 +134,8 @@ def import_moment(
         if tuple(tensor.shape) != expected:
             raise ValueError(
                 f"{saved.name} {name} of shape {list(tensor.shape)} do not fit a parameter of shape "
-                f"{list(param.shape)}, which takes {list(expected)}. Is this the state of another model?"
+                f"{list(param.shape)}, which takes {list(expected)}. Is this the state of another model? Load one "
+                "saved from this model."
             )
     shape, _ = local_region(param)
     if is_dtensor(param) and shards_align(param, layout) and (is_dtensor(codes) or layout.view == tuple(param.shape)):

@@ -154,7 +154,7 @@ def _from_values(param: Any, values: Any, name: str, fmt: StateFormat | None) ->
     if tuple(values.shape) != tuple(param.shape):
         raise ValueError(
             f"{name} of shape {list(values.shape)} does not fit a parameter of shape {list(param.shape)}. Is this the "
-            "state of another model?"
+            "state of another model? Load one saved from this model."
         )
     if not values.is_floating_point():
         raise ValueError(
