@@ -94,9 +94,11 @@ def read_deepspeed_config(config: str | Path | dict[str, Any]) -> dict[str, Any]
     try:
         values = json.loads(Path(config).read_text())
     except ValueError as error:
-        raise ValueError(f"{config}: not readable as JSON ({error})") from None
+        raise ValueError(f"{config}: not readable as JSON ({error}); mend the file") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{config}: found {type(values).__name__}, expected a JSON object")
+        raise ValueError(
+            f"{config}: found {type(values).__name__}, expected a JSON object; give DeepSpeed's own config"
+        )
     return values
 
 

@@ -165,7 +165,10 @@ def check_torch() -> None:
 def check_mesh(mesh: DeviceMesh) -> None:
     """ValueError for a mesh that FSDP2 cannot use: more than two dimensions, or not all ranks."""
     if mesh.ndim > 2:
-        raise ValueError(f"the mesh has {mesh.ndim} dimensions, expected (shard,) or (replicate, shard)")
+        raise ValueError(
+            f"the mesh has {mesh.ndim} dimensions, expected (shard,) or (replicate, shard); make it with "
+            "halfbyte.parallel.data_mesh"
+        )
     if mesh.size() != dist.get_world_size():
         raise ValueError(
             f"the mesh {tuple(mesh.mesh.shape)} has {mesh.size()} ranks, but {dist.get_world_size()} were started. "

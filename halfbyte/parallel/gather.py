@@ -152,12 +152,18 @@ def check_factors(model: nn.Module, whole: dict[str, Tensor]) -> None:
                     )
     empty = [name for name, tensor in whole.items() if tensor.numel() == 0]
     if empty:
-        raise RuntimeError(f"{empty[0]} was gathered as an empty tensor; nothing was written.")
+        raise RuntimeError(
+            f"{empty[0]} was gathered as an empty tensor; nothing was written. Save from the engine's own module "
+            "(engine.module), on all ranks at once."
+        )
 
 
 def _check_replicas(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
     if not torch.equal(gathered(tensor[None], 0, group), tensor.expand(dist.get_world_size(group), *tensor.shape)):
-        raise RuntimeError(f"{name} is held whole by all ranks, but they differ: did they see different batches?")
+        raise RuntimeError(
+            f"{name} is held whole by all ranks, but they differ: did they see different batches? Give the ranks of a "
+            "group the same ones, from the first step on."
+        )
 
 
 def _whole(parameter: Any) -> Tensor:

@@ -84,7 +84,9 @@ def load_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer, **e
         if not folder.exists() and is_complete(replaced_by(folder)):  # a kill came between two renames
             folder = replaced_by(folder)
         if not is_complete(folder):
-            raise FileNotFoundError(f"{folder}: no complete sharded checkpoint is there")
+            raise FileNotFoundError(
+                f"{folder}: no complete sharded checkpoint is there; give a folder that save_sharded has finished"
+            )
     parameters, states = get_state_dict(model, optimizer, options=OPTIONS)
     state = {"model": parameters, "optimizer": states, **extra}
     dcp.load(state, checkpoint_id=folder)

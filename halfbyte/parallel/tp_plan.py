@@ -117,7 +117,7 @@ def check_layer(name: str, style: str, base: nn.Linear, degree: int) -> None:
     if isinstance(base, NVFP4Linear) and style == ROW and size // degree % BLOCK_SIZE:
         raise ValueError(
             f"{name}: in_features {size} over {degree} ranks gives {size // degree} columns, expected a multiple of "
-            f"{BLOCK_SIZE}: the number of ranks must divide {size // BLOCK_SIZE}"
+            f"{BLOCK_SIZE}: the number of ranks must divide {size // BLOCK_SIZE}; use such a degree"
         )
     if isinstance(base, NVFP4Linear) and style == GATHERED:
         raise ValueError(f"{name}: found packed weights, expected dense ones for {style}; plan it as {COLUMN}, or not")
