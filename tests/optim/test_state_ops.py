@@ -3,8 +3,17 @@
 import pytest
 import torch
 
-from halfbyte.optim.formats import FORMATS, SCALE_MIN, codebook, midpoints
-from halfbyte.optim.state_ops import PIECE, block_amax, dequantize, nearest_code, quantize
+from halfbyte.optim.formats import FORMATS, SCALE_MIN, codebook, midpoints, zero_code
+from halfbyte.optim.state_ops import (
+    PIECE,
+    block_amax,
+    dequantize,
+    nearest_code,
+    pack,
+    quantize,
+    quantize_finite_,
+    unpack,
+)
 
 BOTH = [(name, signed) for name in FORMATS for signed in (True, False)]
 TABLES = [(name, signed) for name, signed in BOTH if name != "fp8"]
@@ -13,14 +22,52 @@ TABLES = [(name, signed) for name, signed in BOTH if name != "fp8"]
 @pytest.mark.parametrize("name, signed", TABLES)
 def test_nearest_code_is_a_search_over_midpoints(name: str, signed: bool) -> None:
     """All 65,536 bfloat16 prefixes with their first and last fp32 value, the codes, the midpoints and both of their
-    neighbours: every place where the lookup could go wrong."""
+    neighbours: every place where the lookup could go wrong. In the unsigned 8-bit map only 0 has code 0 (rule 1)."""
     prefix = torch.arange(-32768, 32768, dtype=torch.int32) << 16
     edges = torch.cat([prefix, prefix + 65535]).view(torch.float32)
     cuts = midpoints(name, signed)
     near = [cuts, cuts.nextafter(torch.tensor(9.0)), cuts.nextafter(torch.tensor(-9.0)), codebook(name, signed)]
     y = torch.cat([edges[edges.isfinite()], *near])
     y = y if signed else y[~y.signbit()]
-    assert torch.equal(nearest_code(y, name, signed=signed).long(), torch.bucketize(y, cuts, right=True))
+    expected = torch.bucketize(y, cuts, right=True)
+    if name == "8bit" and not signed:
+        expected = expected.maximum((y > 0).long())
+    assert torch.equal(nearest_code(y, name, signed=signed).long(), expected)
+
+
+@pytest.mark.parametrize("name", ["8bit", "4bit"])
+@pytest.mark.parametrize("numel", [1, 3, 17, 64])
+def test_negative_zero_has_the_code_of_zero(name: str, numel: int) -> None:
+    """Its pattern is the one integer whose magnitude wraps around, in vectors and in what is left of them."""
+    y = torch.full((numel,), -0.0)
+    assert (nearest_code(y, name, signed=True) == zero_code(name, True)).all()
+
+
+@pytest.mark.parametrize("name, signed", BOTH)
+@pytest.mark.parametrize("numel", [4096, 4097, 33])
+@pytest.mark.parametrize("top", [1e-30, 0.5, 1.0, 1.0000001, 2.0, 4.0, 3e38])
+def test_finite_values_in_place_are_quantized_alike(name: str, signed: bool, numel: int, top: float) -> None:
+    """With the largest amax known, rule 1 is left to the table where that is at most 1: denormals beside every top."""
+    fmt = FORMATS[name].with_block_size(128)
+    x = torch.arange(numel, dtype=torch.int32).mul(12345).remainder(2**24).view(torch.float32)
+    x[::128] = top
+    x[5], x[6] = 1e-45, 0.0
+    x = x.clamp(max=top) * (torch.arange(numel) % 3 - 1) if signed else x.clamp(max=top)
+    codes, scale = torch.full((fmt.num_bytes(numel),), 77, dtype=torch.uint8), torch.full((fmt.num_blocks(numel),), 7.0)
+    expected = quantize(x, fmt, signed=signed)
+    amax = block_amax(x, 128, signed=signed)
+    quantize_finite_(x.clone(), amax, fmt, codes, scale, signed=signed, largest=float(amax.max()))
+    assert torch.equal(codes, expected[0]) and torch.equal(scale, expected[1])
+    if not signed and fmt.bits == 8:
+        assert torch.equal(codes > 0, x > 0)
+
+
+@pytest.mark.parametrize("numel", [256, 255, 1])
+def test_packed_codes_are_unpacked(numel: int) -> None:
+    """Every pair of codes, the even one in the high nibble."""
+    codes = torch.stack([torch.arange(256) >> 4, torch.arange(256) & 15], 1).flatten()[: 2 * numel - 1].to(torch.uint8)
+    assert torch.equal(pack(codes)[: numel - 1], torch.arange(numel - 1, dtype=torch.uint8))
+    assert torch.equal(unpack(pack(codes), codes.numel()), codes)
 
 
 @pytest.mark.parametrize("name, signed", BOTH)
@@ -100,6 +147,11 @@ def test_a_value_that_is_not_finite_touches_no_neighbour(name: str, signed: bool
 def test_block_amax_of_tails() -> None:
     assert block_amax(torch.tensor([1.0, -3.0, 2.0]), 2).tolist() == [3.0, 2.0]
     assert block_amax(torch.tensor([-1.0]), 256).tolist() == [1.0]
+    long = torch.randn(2**16 + 3, generator=torch.Generator().manual_seed(0))
+    long[:5], long[[300, 900]] = -9.0, torch.tensor([torch.nan, -torch.inf])
+    for block_size in (2, 33, 256):
+        expected = torch.stack([block.abs().max() for block in long.split(block_size)])
+        torch.testing.assert_close(block_amax(long, block_size), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name, block_size", [("8bit", 256), ("4bit", 33), ("fp8", 2**20), ("8bit", 2**23)])

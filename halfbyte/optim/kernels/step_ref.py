@@ -1,8 +1,9 @@
 """The step in plain PyTorch: the definition, and the path of machines without a compiler.
 
-Works through each tensor in chunks of 32,256 values (126 blocks of 256): half a dozen fp32 temporaries stay in the
-cache and below 1 MB together, and torch, which splits from 32,768 values on, needs no threads. Rejected:
-torch._foreach over whole tensors, which needs several fp32 copies of every parameter.
+Works through each tensor in chunks of 32,768 values (128 blocks of 256): half a dozen fp32 temporaries stay in the
+cache and below 1 MB together, and torch, which splits what is longer (reductions: `block_amax`), needs no threads. What
+can be done in place is. Rejected: torch._foreach over whole tensors, which needs several fp32 copies of every
+parameter; scratch kept from chunk to chunk (`out=` measured no faster: the allocator returns the same warm memory).
 """
 
 import math
@@ -14,9 +15,9 @@ from torch import Tensor
 from halfbyte.optim.formats import StateFormat
 from halfbyte.optim.hyper import Hyper
 from halfbyte.optim.rounding import Counter, random_bits, round_stochastic
-from halfbyte.optim.state_ops import block_amax, dequantize, quantize, quantize_finite
+from halfbyte.optim.state_ops import block_amax, dequantize, quantize, quantize_finite_, scalar
 
-CHUNK = 32256
+CHUNK = 32768
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 State = dict[str, Tensor]
@@ -65,34 +66,36 @@ def _step_tensor(
         if grad_scale is not None:
             grad_chunk = grad_chunk / grad_scale
         moments = _read(state, fmt, start, end)
-        wide = param[start:end].to(torch.float64 if param.dtype == torch.float64 else torch.float32)
-        value, moments = adam_update(wide, grad_chunk, moments, hyper, num_steps)
+        param_chunk = param[start:end]
+        wide = param_chunk.to(torch.float64 if param.dtype == torch.float64 else torch.float32)
+        moments = adam_update_(wide, grad_chunk, moments, hyper, num_steps)
         if counter is not None:
-            value = round_stochastic(value, random_bits(counter, num_steps, start, end, param.device))
-        param[start:end] = value
+            wide = round_stochastic(wide, random_bits(counter, num_steps, start, end, param.device))
+        if wide is not param_chunk:
+            param_chunk.copy_(wide)
         _write(state, fmt, start, end, moments)
 
 
-def adam_update(
-    param: Tensor, grad: Tensor, moments: list[Tensor], hyper: Hyper, num_steps: int
-) -> tuple[Tensor, list[Tensor]]:
-    """Adam's formula on fp32 tensors: (new parameter, new moments); the moments given are overwritten."""
+def adam_update_(param: Tensor, grad: Tensor, moments: list[Tensor], hyper: Hyper, num_steps: int) -> list[Tensor]:
+    """Adam's formula on fp32 tensors: updates the parameter and the moments in place; the new moments."""
     lr, beta1, beta2 = float(hyper.lr), float(hyper.beta1), float(hyper.beta2)
     if hyper.maximize:
         grad = -grad
     if hyper.weight_decay and hyper.decoupled:
-        param = param * (1 - lr * hyper.weight_decay)
+        param.mul_(1 - lr * hyper.weight_decay)
     elif hyper.weight_decay:
         grad = grad + hyper.weight_decay * param.float()
     exp_avg = moments[0].lerp_(grad, 1 - beta1)
-    exp_avg_sq = moments[1].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    exp_avg_sq = moments[1].mul_(scalar(beta2, torch.float32)).addcmul_(grad, grad, value=1 - beta2)
     new = [exp_avg, exp_avg_sq]
     if hyper.amsgrad:
         new.append(torch.maximum(moments[2], exp_avg_sq))
     # sqrt, as 1 / rsqrt (1 ulp off): torch's sqrt splits from 2,048 values on, and on a busy CPU its threads wait
     # milliseconds for each other.
-    denominator = new[-1].rsqrt().reciprocal_().div_((1 - beta2**num_steps) ** 0.5).add_(hyper.eps)
-    return param.addcdiv(exp_avg, denominator, value=-lr / (1 - beta1**num_steps)), new
+    denominator = new[-1].rsqrt().reciprocal_().div_(scalar((1 - beta2**num_steps) ** 0.5, torch.float32))
+    denominator.add_(scalar(hyper.eps, torch.float32))
+    param.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**num_steps))
+    return new
 
 
 def _code_range(fmt: StateFormat, start: int, end: int) -> slice:
@@ -123,13 +126,13 @@ def _write(state: State, fmt: StateFormat, start: int, end: int, moments: list[T
             state[name].view(-1)[start:end] = moment
         return
     amaxes = [block_amax(moment, fmt.block_size, signed=i == 0) for i, moment in enumerate(moments)]
-    finite = math.isfinite(sum(amax.sum() for amax in amaxes))
-    bad = None if finite else ~torch.stack([moment.isfinite() for moment in moments]).all(0)
+    largest = [amax.amax().item() for amax in amaxes]
+    bad = None if all(map(math.isfinite, largest)) else ~torch.stack([moment.isfinite() for moment in moments]).all(0)
     codes, blocks = _code_range(fmt, start, end), _block_range(fmt, start, end)
-    for name, moment, amax in zip(names, moments, amaxes, strict=True):
+    for name, moment, amax, top in zip(names, moments, amaxes, largest, strict=True):
+        new_codes, new_scale = state[name][codes], state[name + "_scale"][blocks]
         signed = name == "exp_avg"
         if bad is None:
-            new = quantize_finite(moment, amax, fmt, signed=signed)
+            quantize_finite_(moment, amax, fmt, new_codes, new_scale, signed=signed, largest=top)
         else:
-            new = quantize(moment, fmt, signed=signed, bad=bad)
-        state[name][codes], state[name + "_scale"][blocks] = new
+            new_codes[:], new_scale[:] = quantize(moment, fmt, signed=signed, bad=bad)
