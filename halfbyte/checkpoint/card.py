@@ -42,9 +42,9 @@ ADAPTER_TITLE = "# LoRA adapter on an NVFP4 base\n\nTrained with halfbyte."
 MODEL_TITLE = "# Language model\n\nWritten by halfbyte."
 ADAPTER_USE = """```python
 import halfbyte
-from peft import PeftModel
+from halfbyte.lora import load_adapter
 
-model = PeftModel.from_pretrained(halfbyte.load_model(BASE), ADAPTER)
+model = load_adapter(halfbyte.load_model(BASE), ADAPTER)      # PEFT's own from_pretrained loads it too
 ```
 
 `halfbyte merge BASE ADAPTER OUT` makes one 4-bit model of both, and measures what is kept.

@@ -109,6 +109,11 @@ class Exporter:
         static = any(w.activation is not None and w.activation.scale is not None for w in self.planned.values())
         if target.name == "torchao" and static:
             self.report.notices.append("static activation scales: halfbyte reads them, transformers 5.24 does not.")
+        if target.name == "compressed-tensors" and base.dtype != torch.bfloat16:
+            self.report.notices.append(
+                f"transformers decodes this format to bfloat16, and the model's config says {str(base.dtype)[6:]}: "
+                "load it there with dtype=torch.bfloat16."
+            )
 
     def has_place(self, key: str) -> bool:
         """True for a scale that the target's readers look for: of a kv cache, or as the base's own format had it."""

@@ -110,6 +110,8 @@ def loss_check(base: str, adapter: str, data: str, sequence_len: int, min_retain
     The data are read now, so that a wrong path is met before the merge. The check raises ValueError when the merged
     model keeps less than `min_retained` of what the adapter gained.
     """
+    from rich.console import Console
+
     from halfbyte.checkpoint.hub import local_folder
     from halfbyte.cli.quiet import quiet_libraries
     from halfbyte.train.preflight import load_tokenizer
@@ -122,7 +124,13 @@ def loss_check(base: str, adapter: str, data: str, sequence_len: int, min_retain
         after = merged_loss(folder, examples)
         print(f"held-out loss: base {before:.4f}, base with adapter {with_adapter:.4f}, merged {after:.4f}")
         gain = before - with_adapter
-        if not gain <= 0 and not before - after >= min_retained * gain:  # also when a loss is NaN
+        if gain <= 0:
+            Console(stderr=True).print(
+                f"warning: on {data} the adapter does not better the base, so what the merge keeps of its gain is not "
+                "checked. Is this the data, and the base, that it was trained for?",
+                highlight=False,
+            )
+        elif not before - after >= min_retained * gain:  # also when a loss is NaN
             raise ValueError(
                 f"The merged model keeps {(before - after) / gain:.1%} of the adapter's gain on {data}, less "
                 f"than the {min_retained:.0%} asked for. Nothing was written. Use --rounding dither, --onto the dense "
@@ -151,12 +159,11 @@ def encoded_examples(path: str, tokenizer: Any, sequence_len: int) -> list[dict[
 
 
 def losses_with_and_without(base: str, adapter: str, examples: list[dict[str, list[int]]]) -> tuple[float, float]:
-    """Held-out loss of the base, and of the base with the adapter on top, unmerged."""
-    from peft import PeftModel
-
+    """Held-out loss of the base, and with the adapter, as it was trained: a merge-aware one with its merged weights."""
     from halfbyte.checkpoint.load import load_model
+    from halfbyte.lora import load_adapter
 
-    model = PeftModel.from_pretrained(load_model(base, **placement()), adapter)
+    model = load_adapter(load_model(base, **placement()), adapter, any_base=True)  # the merge checks the base
     model.eval()
     with model.disable_adapter():
         before = held_out_loss(model, examples)

@@ -22,6 +22,7 @@ from transformers import PrinterCallback
 from trl import SFTTrainer
 
 from halfbyte.checkpoint import resume
+from halfbyte.checkpoint.card import model_card
 from halfbyte.checkpoint.output import atomic_folder, only_writer, write_text
 from halfbyte.checkpoint.sidecar import read_record
 from halfbyte.lora import metadata, start_step
@@ -110,6 +111,9 @@ def train_on_this_rank(config: TrainConfig, until_done: ExitStack) -> RunResult:
         write_text(output_dir / BASE, json.dumps(read_record(folder), indent=1))
     if checkpoint is not None and resume.step_of(checkpoint) >= trainer.planned_steps():
         return finished(checkpoint, output_dir)
+    if checkpoint is not None and trainer.is_world_process_zero():
+        done = resume.step_of(checkpoint)
+        print(f"{checkpoint}: going on after step {done} of {trainer.planned_steps()}", flush=True)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_adapter(output_dir / ADAPTER)
     return result_of(trainer.state.global_step, output_dir)
@@ -361,6 +365,10 @@ class Trainer(SFTTrainer):
                 self.save_model(str(partial))
                 (partial / "training_args.bin").unlink(missing_ok=True)
                 metadata.write(partial, described)
+                write_text(partial / "README.md", model_card(partial))  # in the place of PEFT's empty form
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """None for the run's folder: TRL's would name no base and no data."""
 
     def describe_adapter(self) -> Any:
         """Metadata of the adapter as it is now; of a merge-aware one with the digest of its merged weights.

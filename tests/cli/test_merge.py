@@ -67,6 +67,25 @@ def test_table_and_losses(tmp_path: Path, base: Path, adapter: Path, data: Path,
     assert with_adapter < before and before - after > 0.85 * (before - with_adapter)
 
 
+def test_a_merge_aware_adapter_is_measured_as_trained(tmp_path: Path, base: Path, data: Path, capsys: Any) -> None:
+    """With its merged weights: rounded as it was trained, the file's loss is the adapter's, whatever it has learned."""
+    from peft import LoraConfig, get_peft_model
+
+    from halfbyte.lora import make_merge_aware, save_adapter
+
+    config = LoraConfig(r=8, lora_alpha=1, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    torch.manual_seed(1)
+    save_adapter(make_merge_aware(get_peft_model(load_model(base), config), seed=5), tmp_path / "adapter")
+    assert run("merge", base, tmp_path / "adapter", tmp_path / "out", "--eval", data, "--eval-sequence-len", 128) == 0
+    shown = capsys.readouterr()
+    before, trained, after = (
+        float(part.rpartition(" ")[2]) for part in shown.out.partition("held-out loss: ")[2].split("\n")[0].split(",")
+    )
+    assert trained == after != before
+    if trained > before:  # random factors
+        assert "does not better the base" in " ".join(shown.err.split())
+
+
 def test_only_the_worst_layers_are_shown(tmp_path: Path, base: Path, adapter: Path, capsys: Any) -> None:
     """And all of them on request, and in the record."""
     assert run("merge", base, adapter, tmp_path / "a") == 0

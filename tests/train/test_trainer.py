@@ -56,6 +56,13 @@ def test_what_is_left(run) -> None:
     assert result.step == 12 and result.loss_after < result.loss_before
 
 
+def test_the_adapters_card_is_ours_and_the_run_has_none(run, tmp_path, config) -> None:
+    """TRL and PEFT leave forms that name no base and no data."""
+    assert "Trained with halfbyte" in (run[1].adapter / "README.md").read_text()
+    train(config(tmp_path / "saves", save_steps=2, max_steps=2))
+    assert not (tmp_path / "saves" / "README.md").exists()
+
+
 def test_the_adapter_loads_by_plain_peft_and_gives_the_loss_that_was_reported(run, base) -> None:
     """On our model and on a dense copy of it; the held-out loss is the mean over tokens, whatever the batches were.
 
