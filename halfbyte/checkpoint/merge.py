@@ -1,7 +1,8 @@
 """`merge_checkpoint`: an NVFP4 base and a LoRA adapter as one checkpoint, streamed one tensor at a time.
 
 What survived of the adapter is measured layer by layer, and the output only appears if it is enough: rounded to
-nearest, an ordinary adapter mostly vanishes (docs/merge_aware.md), and nobody should learn that in production.
+nearest, an ordinary adapter keeps 1% to 67% of its gain, by learning rate and steps (docs/merge_aware.md), and nobody
+should learn that in production.
 """
 
 import os

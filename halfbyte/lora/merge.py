@@ -7,7 +7,7 @@ operations and dtypes is fixed here, and does not depend on autocast, TF32, the 
   2^-53, so the order of summation reaches an fp32 bit about once in 10^8 elements, and a code far more rarely.
 * "dither" (default) rounds in code space on the base's scales with fixed offsets (nvfp4/snap.py).
 * "nearest" with fresh scales is what other tools' files expect: fp32 sum, rounded to the base's original dtype, then
-  the quantizer on the base's global scale. An ordinary adapter mostly vanishes in it.
+  the quantizer on the base's global scale. What is small against its step vanishes.
 
 A zero delta returns the base's bytes in every mode.
 """

@@ -1,8 +1,9 @@
 """Training a LoRA adapter for the weight it will be merged into.
 
-An ordinary adapter is trained beside the 4-bit weight and rounded into it afterwards; rounded to nearest it mostly
-vanishes. Here every forward multiplies with W' = Q(W + s B A), the very bytes that `halfbyte merge` writes, and the
-gradient passes straight through Q. docs/merge_aware.md has the formulas, the price, and when not to use it.
+An ordinary adapter is trained beside the 4-bit weight and rounded into it afterwards; rounded to nearest, what is small
+against its step is lost. Here every forward multiplies with W' = Q(W + s B A), the very bytes that `halfbyte merge`
+writes, and the gradient passes straight through Q. docs/merge_aware.md has the formulas, the price, and when not to use
+it.
 """
 
 from collections.abc import Iterator

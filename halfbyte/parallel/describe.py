@@ -99,7 +99,7 @@ def _tensor_entry(name: str, tensor: Tensor) -> dict[str, Any]:
     if type(tensor.data) is not Tensor:
         raise ValueError(
             f"{name} is a {type(tensor.data).__name__}, expected an ordinary tensor. "
-            "Load a quantized checkpoint with halfbyte.checkpoint.load_model; wrap a sharded model with its own engine."
+            "Load a quantized checkpoint with halfbyte.load_model; wrap a sharded model with its own engine."
         )
     return {"shape": list(tensor.shape), "dtype": _dtype(tensor.dtype), "trainable": tensor.requires_grad}
 

@@ -2,7 +2,7 @@
 
 The names are Axolotl's where they mean the same, because those are the files people bring. A name that is not known is
 an error that names the nearest one: a misspelt `learnig_rate` must not train with the default. The docstring under a
-field is its help text, printed by `halfbyte train --help`; there is no second list of options anywhere.
+field is its help text, printed by `halfbyte train --keys`; there is no second list of options anywhere.
 """
 
 import difflib
@@ -384,7 +384,7 @@ def dump_config(config: TrainConfig) -> str:
 
 
 def config_help() -> str:
-    """One line per key: name, default, meaning. For `halfbyte train --help`."""
+    """One line per key: name, default, meaning. For `halfbyte train --keys`."""
     lines = []
     for name, field in TrainConfig.model_fields.items():
         value = field.default.model_dump() if isinstance(field.default, BaseModel) else field.default

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from pkgutil import resolve_name
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -80,6 +81,14 @@ def test_python_blocks_are_python() -> None:
     for path in PAGES:
         for block in re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL):
             compile(block, str(path), "exec")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_dotted_names_import(path) -> None:
+    """Every `halfbyte.x.y`, in the text, in code, and in the blocks that the API pages are made of."""
+    for name in set(re.findall(r"(?<![\w/.-])halfbyte(?:\.[A-Za-z_]\w*)+(?![\w/])", path.read_text())):
+        if name != "halfbyte.json":  # a file
+            resolve_name(name)
 
 
 def test_every_page_is_in_the_menu() -> None:
