@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from halfbyte.optim.checks import check_block_size, check_grad, check_options, check_param
+from halfbyte.optim.checks import check_block_size, check_complete, check_grad, check_options, check_param
 from halfbyte.optim.formats import FORMATS, StateFormat
 from halfbyte.optim.hyper import Hyper
 from halfbyte.optim.kernels.step import step as fused_step
@@ -28,7 +28,7 @@ from halfbyte.optim.offload import Streams, step_offloaded, to_host
 from halfbyte.optim.plan import Plan
 from halfbyte.optim.rounding import param_seed
 from halfbyte.optim.saving import pack_state_dict
-from halfbyte.optim.sharding import counter_of, is_dtensor, local_grad, local_tensor
+from halfbyte.optim.sharding import arrived, counter_of, is_dtensor, local_grad, local_tensor
 from halfbyte.optim.state import is_quantized, is_steppable, moment_names, new_moment, new_state
 
 STATE_VERSION = 1
@@ -177,7 +177,10 @@ class AdamW(Optimizer):
         params = group["params"]
         grads = [param.grad for param in params]
         places: Sequence[int] = range(first, first + len(params))
-        if NoneType in map(type, grads):
+        kinds = set(map(type, grads))
+        if not kinds <= {Tensor, NoneType}:
+            grads = [self._settled(*pair) for pair in zip(params, grads, strict=True)]
+        if NoneType in kinds:
             live = [i for i, grad in enumerate(grads) if grad is not None]
             params, grads, places = [params[i] for i in live], [grads[i] for i in live], [first + i for i in live]
         if params:
@@ -256,6 +259,15 @@ class AdamW(Optimizer):
         )
 
     @staticmethod
+    def _settled(param: Tensor, grad: Any) -> Any:
+        """A gradient of a class of its own: waited for, or refused; a DTensor's time comes in `_local_grad`."""
+        if grad is None or is_dtensor(grad):
+            return grad
+        grad = arrived(grad)
+        check_grad(param, grad)
+        return grad
+
+    @staticmethod
     def _local_grad(param: Tensor, grad: Tensor) -> Tensor:
         check_grad(param, grad)
         return local_grad(param, grad)
@@ -267,6 +279,8 @@ class AdamW(Optimizer):
     def _state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The parameter's state: made on first use, and brought into the form of memory."""
         state = self.own_state[param]
+        if state:
+            check_complete(param.shape, state)
         if not state:
             fmt = self.group_format(param, group)
             fresh = new_state(local_tensor(param), fmt, amsgrad=group["amsgrad"])
@@ -321,6 +335,9 @@ class AdamW(Optimizer):
             state_dict = pre_hook(self, state_dict) or state_dict
         groups = load_groups(self, state_dict["param_groups"])
         state = load_states(self, state_dict)
+        for group, new in zip(self.param_groups, groups, strict=True):
+            if isinstance(group["lr"], Tensor):  # who holds the tensor goes on steering with it
+                new["lr"] = group["lr"].fill_(new["lr"])
         self.__setstate__({"state": state, "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -6,9 +6,10 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfbyte.optim.formats import StateFormat
+from halfbyte.optim.sharding import is_dtensor
 
 
 def check_options(group: dict[str, Any]) -> None:
@@ -63,6 +64,12 @@ def check_param(param: Tensor) -> None:
             f"a trainable parameter of shape {list(param.shape)} is {param.dtype}; the step writes fp32, bf16, fp16 "
             "and fp64 parameters only. Freeze it (requires_grad_(False)), or cast it."
         )
+    if param.requires_grad and is_wrapper(param):
+        raise ValueError(
+            f"a trainable parameter of shape {list(param.shape)} is a {type(param).__name__}, which keeps its values "
+            "in other tensors; the step writes plain tensors and DTensors. Freeze it, or put it into its own "
+            "torch.optim.AdamW."
+        )
     if param.layout != torch.strided:
         raise ValueError(
             f"a parameter of shape {list(param.shape)} is {param.layout}; only dense ones are supported. Make it dense "
@@ -76,8 +83,22 @@ def check_param(param: Tensor) -> None:
         )
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class that keeps its values in other tensors, DTensor aside: it has no memory itself."""
+    if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+        return False
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor)
+
+
 def check_grad(param: Tensor, grad: Tensor) -> None:
-    """Raises ValueError for a sparse gradient."""
+    """Raises ValueError for a sparse gradient, and for one that keeps its values in other tensors."""
+    if is_wrapper(grad):
+        raise ValueError(
+            f"the gradient of a parameter of shape {list(param.shape)} is a {type(grad).__name__}, which keeps its "
+            "values in other tensors. Give a plain tensor or a DTensor (param.grad = ...)."
+        )
     if grad.layout != torch.strided:
         raise ValueError(
             f"the gradient of a parameter of shape {list(param.shape)} is {grad.layout}; only dense gradients are "
@@ -85,22 +106,39 @@ def check_grad(param: Tensor, grad: Tensor) -> None:
         )
 
 
+def check_complete(shape: Sequence[int], state: dict[str, Any]) -> None:
+    """Raises ValueError for a state that lacks a moment, or one moment's scales: the kernels would read address 0."""
+    needed = {"step", "exp_avg", "exp_avg_sq"}
+    if any(name.endswith("_scale") for name in state):
+        needed |= {name + "_scale" for name in (*needed - {"step"}, *({"max_exp_avg_sq"} & state.keys()))}
+    if missing := sorted(needed - state.keys()):
+        raise ValueError(
+            f"the optimizer state of a parameter of shape {list(shape)} has no {', '.join(missing)}; it holds "
+            f"{', '.join(map(str, state)) or 'nothing'}. Is it of another optimizer, or incomplete? Load a state of "
+            "Adam or AdamW, or start without one."
+        )
+
+
 def check_states(params: Sequence[Tensor], states: Sequence[dict[str, Tensor]], fmt: StateFormat) -> None:
     """That states lie where, and are as large as, the kernels take them to be, who go by addresses alone.
 
     raises RuntimeError naming the first that does not: after `model.to(device)`, or when a program moved or resized
-           states by hand. Checked when a table of addresses is made, not in every step.
+           states by hand; ValueError where one is missing. Checked when addresses are read, not in every step.
     """
     for param, state in zip(params, states, strict=True):
+        check_complete(param.shape, state)
         numel, quantized = param.numel(), "exp_avg_scale" in state
         for name, value in state.items():
             expected = 1 if name == "step" else numel
             if quantized and name != "step":
                 expected = fmt.num_blocks(numel) if name.endswith("_scale") else fmt.num_bytes(numel)
             kind = torch.uint8 if quantized and name != "step" and not name.endswith("_scale") else torch.float32
-            if value.device != param.device or value.numel() != expected or value.dtype != kind:
+            alike = value.device == param.device and value.numel() == expected and value.dtype == kind
+            if not alike or not value.is_contiguous():
+                strides = "" if value.is_contiguous() else f" with strides {list(value.stride())}"
                 raise RuntimeError(
                     f"the optimizer's {name} of a parameter of shape {list(param.shape)} on {param.device} is "
-                    f"{value.dtype} of {value.numel()} values on {value.device}; expected {kind} of {expected} there. "
-                    "Make the optimizer after moving the model, and load states with load_state_dict."
+                    f"{value.dtype} of {value.numel()} values on {value.device}{strides}; expected {kind} of "
+                    f"{expected} there, contiguous. Make the optimizer after moving the model, and load states by "
+                    "load_state_dict."
                 )

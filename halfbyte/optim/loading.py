@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from halfbyte.optim.checks import check_complete, check_options
 from halfbyte.optim.foreign import bitsandbytes_values, holds_codes, source_of, torchao_moments
 from halfbyte.optim.formats import StateFormat
 from halfbyte.optim.layout import import_moment, whole_values
@@ -46,11 +47,8 @@ def _merge_group(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]
         )
     new = {key: deepcopy(value) for key, value in saved.items() if key not in (*KEPT, *FOREIGN, "params")}
     new = {**group, **new}
-    new["betas"] = tuple(new["betas"])
-    if isinstance(group["lr"], Tensor):  # who holds the tensor goes on steering with it
-        new["lr"] = group["lr"].fill_(float(new["lr"]))
-    else:
-        new["lr"] = float(new["lr"])
+    new["betas"], new["lr"] = tuple(new["betas"]), float(new["lr"])
+    check_options(new)
     return new
 
 
@@ -80,6 +78,24 @@ def load_state(
     changes: set[str],
 ) -> dict[str, Tensor]:
     """One parameter's state from a saved one; notes in `changes` what could not be kept as it was."""
+    try:
+        state = _read_state(param, saved, saved_format, group, changes)
+    except (KeyError, IndexError) as error:
+        raise ValueError(
+            f"the saved state of a parameter of shape {list(param.shape)} is not complete (no {error}); it holds "
+            f"{', '.join(map(str, saved)) or 'nothing'}. Load another checkpoint, one of Adam or AdamW."
+        ) from error
+    check_complete(param.shape, state)
+    return state
+
+
+def _read_state(
+    param: Tensor,
+    saved: dict[str, Any],
+    saved_format: StateFormat | None,
+    group: dict[str, Any],
+    changes: set[str],
+) -> dict[str, Tensor]:
     device = local_tensor(param).device
     saved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in saved.items()}
     fmt = group_format(group) if is_quantized(param, group["min_quant_numel"]) else None
@@ -87,7 +103,8 @@ def load_state(
     state: dict[str, Tensor] = {"step": step}
     source = source_of(saved)
     if source == "halfbyte":
-        assert saved_format is not None, "quantized states without a state_format in their param group"
+        if saved_format is None:
+            raise ValueError("the state dict has quantized states, but its param group no state_format. It is damaged.")
         for name in _moments(saved):
             state |= _from_ours(param, saved, name, saved_format, fmt, changes)
     elif source == "torchao":

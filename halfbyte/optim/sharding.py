@@ -32,10 +32,19 @@ def local_tensor(tensor: Any) -> Tensor:
 def local_grad(param: Any, grad: Any) -> Tensor:
     """The gradient of the local shard: reduced and moved to the parameter's placements where they differ."""
     if not is_dtensor(grad):
-        return grad
+        return arrived(grad)
     if grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
-    return grad.to_local()
+    return arrived(grad.to_local())
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor itself, or what a functional collective that is still under way brings."""
+    if type(tensor) is Tensor:
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def local_region(param: Any, whole: tuple[int, ...] | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:

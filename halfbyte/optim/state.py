@@ -59,6 +59,6 @@ def moment_values(state: State, name: str, fmt: StateFormat, numel: int) -> Tens
 def moment_from_values(values: Tensor, fmt: StateFormat | None, name: str, shape: Any) -> State:
     """The reverse: a moment from fp32 values of a local shard."""
     if fmt is None:
-        return {name: values.reshape(shape).to(torch.float32, copy=True)}
+        return {name: values.reshape(shape).to(torch.float32, copy=True, memory_format=torch.contiguous_format)}
     codes, scale = quantize(values.reshape(-1).float(), fmt, signed=name == "exp_avg")
     return {name: codes, name + "_scale": scale}

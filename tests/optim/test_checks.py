@@ -90,3 +90,23 @@ def test_a_state_resized_by_hand_is_refused(name: str, other: torch.Tensor) -> N
     optimizer.state[params[0]][name] = other
     with pytest.raises(RuntimeError, match="load_state_dict|size|Scalar|scalar"):
         train(optimizer, params, 1)
+
+
+def test_tensors_without_memory_of_their_own() -> None:
+    """A gradient still on its way is waited for; other wrappers are refused by name, since the step goes by address."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    params = [nn.Parameter(torch.ones(64, 64)) for _ in range(2)]
+    optimizers = [AdamW8bit([param], min_quant_numel=0) for param in params]
+    grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        params[0].grad, params[1].grad = grad.clone(), AsyncCollectiveTensor(grad.clone())
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(*params)
+    params[0].grad = TwoTensor(grad, grad)
+    with pytest.raises(ValueError, match=r"gradient of a parameter of shape \[64, 64\] is a TwoTensor"):
+        optimizers[0].step()
+    with pytest.raises(ValueError, match=r"trainable parameter of shape \[64, 64\] is a TwoTensor"):
+        AdamW8bit([nn.Parameter(TwoTensor(grad, grad))])

@@ -1,5 +1,6 @@
 """Checkpoints: nothing is cast, everything is plain, and what differs is converted, never silently."""
 
+import copy
 import io
 import subprocess
 import sys
@@ -36,6 +37,72 @@ def twins(cls: type, shapes: list = MANY, dtype: torch.dtype = torch.float32, **
     train(optimizer, params)
     others = [nn.Parameter(param.detach().clone()) for param in params]
     return optimizer, params, cls(others, **options), others
+
+
+@pytest.mark.parametrize("peer", ["RMSprop", "Adagrad", "Adamax", "Adadelta", "ASGD", "Rprop"])
+def test_states_of_other_optimizers_are_refused(peer: str) -> None:
+    """They lack a moment, or name it otherwise: a step over them would read address 0. Nothing is changed."""
+    param = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+    param.grad = torch.ones_like(param)
+    other = getattr(torch.optim, peer)([param], lr=0.5)
+    other.step()
+    lr = torch.tensor(1e-3)
+    ours = AdamW8bit([param], lr=lr)
+    with pytest.raises(ValueError, match=r"shape \[64, 64\] (has no exp_avg|is not complete)"):
+        ours.load_state_dict(other.state_dict())
+    assert lr == 1e-3 and not ours.state
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "step"])
+def test_incomplete_states_are_refused(name: str, quantized: bool) -> None:
+    """In a state dict, and where a hand has taken one out of the optimizer's own."""
+    param = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+    param.grad = torch.ones_like(param)
+    ours = AdamW8bit([param], min_quant_numel=0 if quantized else 10**6)
+    ours.step()
+    saved = copy.deepcopy(ours.state_dict())
+    if name not in saved["state"][0]:
+        return
+    del saved["state"][0][name], ours.state[param][name]
+    with pytest.raises(ValueError, match=f"no '?{name}"):
+        AdamW8bit([param]).load_state_dict(saved)
+    with pytest.raises(ValueError, match=f"has no {name}"):
+        ours.step()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": float("nan")}, {"betas": (2.0, 3.0)}, {"eps": -1.0}, {"differentiable": True}]
+)
+def test_options_of_a_state_dict_are_checked(wrong: dict) -> None:
+    param = nn.Parameter(torch.ones(8))
+    ours = AdamW8bit([param])
+    saved = ours.state_dict()
+    saved["param_groups"][0] |= wrong
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ours.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_channels_last_moments_go_on_as_torchs(quantized: bool) -> None:
+    """The step reads a state's memory in order, whatever the strides of the one it was loaded from."""
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn(8, 3, 3, 3, generator=draw).to(memory_format=torch.channels_last)
+    theirs, ours = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    peer, own = (
+        torch.optim.AdamW([theirs], lr=1e-2),
+        AdamW8bit([ours], lr=1e-2, min_quant_numel=0 if quantized else 4096),
+    )
+    for step in range(6):
+        theirs.grad = torch.randn(8, 3, 3, 3, generator=draw).to(memory_format=torch.channels_last) * (1 + step)
+        ours.grad = theirs.grad.clone()
+        if step == 3:
+            ours.data.copy_(theirs.data)
+            own.load_state_dict(peer.state_dict())
+        peer.step()
+        if step >= 3:
+            own.step()
+    assert (theirs - ours).abs().max() < (0.1 if quantized else 1e-4) * 1e-2
 
 
 @pytest.mark.parametrize("cls", ALL)

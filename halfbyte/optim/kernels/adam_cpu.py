@@ -22,6 +22,12 @@ def prepare_gradient(g, p, out, grad_scale, maximize, l2):
 
 
 @helper
+def _lerp(m, g, weight):
+    """torch's: exact at both ends, so from the nearer one."""
+    return fma(weight, g - m, m) if weight < F32(0.5) else fma(weight - F32(1), g - m, g)
+
+
+@helper
 def _adam(p, g, m, v, keep, weight1, beta2, weight2, factor, root, eps):
     """AdamW of a block, in place; the patterns of the largest magnitudes of its new moments are returned.
 
@@ -29,7 +35,7 @@ def _adam(p, g, m, v, keep, weight1, beta2, weight2, factor, root, eps):
     """
     largest_m, largest_v = U32(0), U32(0)
     for i in range(p.size):
-        m[i] = fma(weight1, g[i] - m[i], m[i])
+        m[i] = _lerp(m[i], g[i], weight1)
         v[i] = fma(weight2 * g[i], g[i], v[i] * beta2)
         p[i] = p[i] * keep + factor * m[i] / (math.sqrt(v[i]) * root + eps)
         largest_m, largest_v = larger(largest_m, m[i]), larger(largest_v, v[i])
@@ -41,7 +47,7 @@ def _amsgrad(p, g, m, v, d, keep, weight1, beta2, weight2, factor, root, eps):
     """The same with d, the largest v so far, in the denominator."""
     largest_m, largest_v, largest_d = U32(0), U32(0), U32(0)
     for i in range(p.size):
-        m[i] = fma(weight1, g[i] - m[i], m[i])
+        m[i] = _lerp(m[i], g[i], weight1)
         v[i] = fma(weight2 * g[i], g[i], v[i] * beta2)
         # torch.maximum: a NaN on either side wins
         d[i] = v[i] if (v[i] > d[i]) | (v[i] != v[i]) else d[i]

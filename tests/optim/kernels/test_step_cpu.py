@@ -113,6 +113,18 @@ def test_equals_the_reference(name: str, dtypes: tuple[torch.dtype, torch.dtype]
     both(params, states, HYPER, fmt, lambda step: gradients(step, dtypes[1]))
 
 
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5])
+def test_small_beta1(beta1: float) -> None:
+    """Gradients that shrink by six decades in a step: what is left of the old moment must not drown the new one."""
+    fmt = FORMATS["8bit"]
+    params = [torch.randn(numel) for numel in SIZES]
+    states = [fresh_state(numel, None if numel in (17, 300) else fmt) for numel in SIZES]
+    hyper = HYPER._replace(beta1=beta1)
+    both(
+        params, states, hyper, fmt, lambda step: [grad * 10.0 ** (-6 * step) for grad in gradients(step, torch.float32)]
+    )
+
+
 @pytest.mark.parametrize("change", ["amsgrad", "l2", "maximize", "no decay", "tensors", "amsgrad, l2, maximize"])
 def test_variants_of_the_formula(change: str) -> None:
     fmt = FORMATS["8bit"]
