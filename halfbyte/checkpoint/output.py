@@ -6,27 +6,36 @@ runs apart. (A rename inside one file system is atomic; writing in place and mar
 every reader would have to know of the mark.)
 """
 
+import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+MOUNTS = Path("/proc/self/mountinfo")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_folder(path: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
     """Yields a folder to fill; it becomes `path` when the block ends without an error, else it is removed.
 
-    raises  FileExistsError when `path` exists and is not an empty folder; OSError when it cannot be written, or the
-            disk is full; RuntimeError when another run is writing it now.
+    path     absent, an empty folder, or a link to one, which then stays a link.
+    replace  True: an older folder may be there; it stays as it is until the new one is complete, and then gives way.
+    raises   FileExistsError when `path` exists and is not an empty folder; ValueError when it is one that no rename can
+             put another in the place of; OSError when it cannot be written, or the disk is full; RuntimeError when
+             another run is writing it now.
     """
-    out = Path(path).absolute()
-    check_free(out)
-    partial = out.parent / f".{out.name}.partial"
+    if not replace:
+        check_free(Path(path).absolute())
+    out = Path(path).resolve()  # of a link, the folder that the finished one takes the place of
+    if not replace:
+        check_place(out)
+    partial, aside = out.parent / f".{out.name}.partial", out.parent / f".{out.name}.replaced"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(exist_ok=True)
@@ -38,10 +47,17 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         _lock(lock, out)
         _empty(partial)
+        if replace and aside.exists() and not out.exists():  # a run was killed between the two renames
+            os.replace(aside, out)
         yield partial
         _sync(partial)
+        if replace and out.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(out, aside)
         os.replace(partial, out)
         flush(out.parent)
+        if replace:
+            shutil.rmtree(aside, ignore_errors=True)
     except BaseException as error:
         if not isinstance(error, AlreadyWriting):
             shutil.rmtree(partial, ignore_errors=True)
@@ -88,6 +104,28 @@ def check_free(out: Path) -> None:
         raise FileExistsError(
             f"{out}: already there and not an empty folder. Choose another folder, or remove it first."
         )
+
+
+def check_place(out: Path) -> None:
+    """ValueError for an existing folder that the finished one cannot replace by a rename, or should not."""
+    if is_mount_point(out):
+        raise ValueError(f"{out}: a mount point, which no finished folder can be renamed to. Give a folder below it.")
+    with contextlib.suppress(FileNotFoundError):  # of a working directory that was deleted
+        if out == Path.cwd():
+            raise ValueError(
+                f"{out}: the current directory; a finished folder takes the place of the output, and you would stay in "
+                "one that is gone. Give a folder below it."
+            )
+
+
+def is_mount_point(folder: Path) -> bool:
+    """Also of a bind mount inside one file system, which `os.path.ismount` takes for an ordinary folder."""
+    try:
+        mounts = MOUNTS.read_bytes().splitlines()
+    except OSError:  # not Linux
+        return os.path.ismount(folder)
+    places = {re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), line.split()[4]) for line in mounts}
+    return os.fsencode(folder) in places or os.path.ismount(folder)
 
 
 class AlreadyWriting(RuntimeError):

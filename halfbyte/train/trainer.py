@@ -27,7 +27,7 @@ from halfbyte.checkpoint.output import atomic_folder, only_writer, write_text
 from halfbyte.checkpoint.sidecar import read_record
 from halfbyte.lora import metadata, start_step
 from halfbyte.lora.names import adapted_layers
-from halfbyte.parallel.agree import agree, together, world_size
+from halfbyte.parallel.agree import together, world_size
 from halfbyte.parallel.deepspeed import read_deepspeed_config, stage_of
 from halfbyte.parallel.gather import describe_adapter as describe_sharded
 from halfbyte.parallel.gather import gather_trainable
@@ -42,6 +42,7 @@ from halfbyte.train.files import ADAPTER, BASE, CONFIG, MEMORY, METRICS, PLOT, S
 from halfbyte.train.memory import MemoryByKind
 from halfbyte.train.packing import check_packing
 from halfbyte.train.plan import check_fits
+from halfbyte.train.ranks import check_same_config, check_same_run
 from halfbyte.train.samples import Samples
 from halfbyte.train.states import check_states, load_shards, writer_of
 
@@ -77,6 +78,7 @@ def train_on_this_rank(config: TrainConfig, until_done: ExitStack) -> RunResult:
     until_done  holds the lock of output_dir, which rank 0 takes once the folder is known to be good.
     """
     output_dir = Path(config.output_dir)
+    check_same_config(config, timeout=PREPARE_TIMEOUT_S)
     with together("Preparing the run", timeout=PREPARE_TIMEOUT_S):
         checkpoint = resume.find_checkpoint(output_dir, config.resume_from_checkpoint)
         anew = checkpoint is None and config.resume_from_checkpoint != "auto"
@@ -91,7 +93,7 @@ def train_on_this_rank(config: TrainConfig, until_done: ExitStack) -> RunResult:
             print(data.summary(), flush=True)
             check_fits(config, folder, build.pick_device(config), data.longest(), world_size())
 
-    check_same_on_all_ranks(run)
+    check_same_run(run, checkpoint, timeout=PREPARE_TIMEOUT_S)
     model, engine = build.build_model(config, folder)
     described = describe_adapter(model, spread=engine is not None or bool(config.deepspeed))
     with together("Checking the run", timeout=PREPARE_TIMEOUT_S):
@@ -127,8 +129,7 @@ def finished(checkpoint: Path, output_dir: Path) -> RunResult:
     with together("Publishing the adapter", timeout=SAVE_TIMEOUT_S):
         if rank() == 0:
             print(f"{checkpoint}: all steps have been taken; to go on, raise max_steps or num_epochs", flush=True)
-            resume.remove(output_dir / ADAPTER)
-            with atomic_folder(output_dir / ADAPTER) as partial:
+            with atomic_folder(output_dir / ADAPTER, replace=True) as partial:
                 resume.copy_adapter(checkpoint, partial)
     return result_of(resume.step_of(checkpoint), output_dir)
 
@@ -168,18 +169,6 @@ def run_identity(config: TrainConfig, data: Data) -> dict[str, Any]:
         same["ZeRO stage"] = stage_of(read_deepspeed_config(config.deepspeed))
     same |= merge_aware.identity(config)
     return {"training data": data.fingerprint()[:16], "examples per step": per_step, **same}
-
-
-def check_same_on_all_ranks(run: Mapping[str, Any]) -> None:
-    """ValueError on all ranks, when one has other data or another config than rank 0: their batches would not fit."""
-    first, *others = agree("Comparing the runs", dict(run), timeout=PREPARE_TIMEOUT_S)
-    for number, other in enumerate(others, start=1):
-        for key, value in first.items():
-            if other.get(key) != value:
-                raise ValueError(
-                    f"rank {number} has {key} {other.get(key)}, rank 0 has {value}; give all processes the same config "
-                    "and the same data"
-                )
 
 
 def describe_adapter(model: Any, *, spread: bool) -> metadata.AdapterMetadata | None:
@@ -355,13 +344,12 @@ class Trainer(SFTTrainer):
         self._save(output_dir, state_dict=gather_trainable(self.model))  # type: ignore[arg-type]  # optional there
 
     def save_adapter(self, folder: Path) -> None:
-        """The adapter in PEFT's files, and the tokenizer, in a folder that is complete or not there."""
+        """The adapter in PEFT's files, and the tokenizer, in a folder that is complete, or as it was before."""
         with together("Saving the adapter", timeout=SAVE_TIMEOUT_S):
             described = self.describe_adapter()
             if not self.args.should_save:
                 return self.save_model(str(folder))  # a sharded model gathers on every rank; only rank 0 writes
-            resume.remove(folder)
-            with atomic_folder(folder) as partial:
+            with atomic_folder(folder, replace=True) as partial:
                 self.save_model(str(partial))
                 (partial / "training_args.bin").unlink(missing_ok=True)
                 metadata.write(partial, described)

@@ -1,5 +1,8 @@
 """Merge-aware runs end to end: train, stop, resume, merge, load with plain transformers; it is what was trained."""
 
+import errno
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -89,6 +92,28 @@ def test_the_merged_file_is_what_was_trained(uninterrupted, base, tmp_path) -> N
     with torch.no_grad():
         expected = trained(tokens).logits
         assert torch.equal(ours(tokens).logits, expected) and torch.equal(theirs(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("fails", ["while training's end is written", "while a finished run is published again"])
+def test_an_older_adapter_stays_until_the_new_one_is_complete(
+    fails, uninterrupted, config, tmp_path, monkeypatch
+) -> None:
+    """Written first, then exchanged: a full disk at the end of a run costs no adapter that was there."""
+    out = tmp_path / "out"
+    shutil.copytree(uninterrupted, out)
+    before = {path.name: path.read_bytes() for path in (out / "adapter").iterdir()}
+    settings = SHORT | {"merge_aware_start_step": 0.5, "save_steps": 1}
+    if "training" in fails:
+        settings["max_steps"] = SHORT["max_steps"] + 1
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("halfbyte.train.trainer.model_card" if "training" in fails else "shutil.copyfile", full)
+    with pytest.raises((OSError, ValueError), match="disk is full"):
+        train(config(out, **settings, resume_from_checkpoint=True))
+    assert {path.name: path.read_bytes() for path in (out / "adapter").iterdir()} == before
+    assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
 
 
 def test_unusable_settings_are_one_sentence(config, tmp_path) -> None:
