@@ -6,6 +6,7 @@ merge-aware adapter as merge-aware.
 
 import dataclasses
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,12 @@ from torch import nn
 from halfbyte.lora import metadata
 from halfbyte.lora.merge_aware import make_merge_aware, merge_aware_layers, merged_digest, quantizer_of
 from halfbyte.lora.names import adapted_layers
+from halfbyte.lora.staged import staged_files
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
+CARD_NAME = "README.md"
 OVERRIDES = "halfbyte_overrides"  # attribute of a PeftModel whose adapter was attached against its record
 
 
@@ -39,11 +42,26 @@ def describe_adapter(model: nn.Module, *, start_step: int = 0) -> metadata.Adapt
 def save_adapter(peft_model: "PeftModel", folder: str | os.PathLike[str], *, start_step: int = 0) -> None:
     """PEFT's files, with the metadata in adapter_config.json. The adapter "default" lies in the folder itself.
 
-    What `load_adapter(any_base=True)` overrode for this model is written too.
+    What `load_adapter(any_base=True)` overrode for this model is written too. Other files in the folder stay.
+
+    raises  OSError when it cannot be written; an older adapter in the folder is then as it was.
     """
-    peft_model.save_pretrained(str(folder))
-    described = describe_adapter(peft_model, start_step=start_step)
-    metadata.write(folder, dataclasses.replace(described, overrides=overrides_of(peft_model)))
+    write_adapter(peft_model, folder, describe_adapter(peft_model, start_step=start_step))
+
+
+def write_adapter(
+    peft_model: "PeftModel", folder: str | os.PathLike[str], described: metadata.AdapterMetadata, **kwargs: Any
+) -> None:
+    """`save_adapter` of an adapter that has been described already; kwargs go to PEFT's `save_pretrained`.
+
+    No moment leaves a config without its key: it would load as a plain adapter's, and merge to other bytes.
+    """
+    card = Path(folder) / CARD_NAME
+    with staged_files(folder, last=metadata.CONFIG_NAME) as partial:
+        if card.is_file():  # PEFT goes on with the text that is there
+            shutil.copyfile(card, partial / CARD_NAME)
+        peft_model.save_pretrained(str(partial), **kwargs)
+        metadata.write(partial, dataclasses.replace(described, overrides=overrides_of(peft_model)))
 
 
 def overrides_of(model: nn.Module) -> tuple[str, ...]:

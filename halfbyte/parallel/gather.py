@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from halfbyte.lora import metadata
-from halfbyte.lora.adapter_files import overrides_of
+from halfbyte.lora.adapter_files import write_adapter
 from halfbyte.lora.merge import merge
 from halfbyte.lora.merge_aware import merge_aware_layers, quantizer_of
 from halfbyte.lora.names import base_name
@@ -66,8 +66,7 @@ def save_adapter(model: Any, folder: str | Path, *, start_step: int = 0) -> None
         whole = gather_trainable(model)
         described = describe_adapter(model, start_step=start_step)
         if described is not None:
-            model.save_pretrained(str(folder), state_dict=whole)
-            metadata.write(folder, dataclasses.replace(described, overrides=overrides_of(model)))
+            write_adapter(model, folder, described, state_dict=whole)
 
 
 @torch.no_grad()
