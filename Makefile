@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install test test-all quickstart docs docs-serve support lint clean
+.PHONY: install test test-all quickstart quickstart-short docs docs-serve support lint clean
 
 install: .venv/.installed
 
@@ -26,6 +26,10 @@ test-all: install
 
 quickstart: install
 	$(BIN)/python examples/quickstart.py $(ARGS)
+
+# The same job with 12 steps and 24 held-out examples.
+quickstart-short:
+	$(MAKE) quickstart ARGS=--short
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
