@@ -6,6 +6,7 @@ fp32 additions, hence 1e-5 on the adapter. On the same number of ranks nothing d
 """
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -169,26 +170,90 @@ def test_a_full_disk_on_rank_zero_is_the_error_of_all(settings, tmp_path) -> Non
     assert [path.name for path in resume.complete_checkpoints(tmp_path / "out")] == ["checkpoint-3"]
 
 
-def train_with_another_rank_on_rank_one(settings: dict[str, Any], output_dir: str) -> str:
-    changes = {"lora_r": 8} if dist.get_rank() == 1 else {}
+OTHER_CONFIGS = {
+    "learning_rate": (0.1, "rank 1 has learning_rate 0.1, rank 0 has 0.01; give every rank the same config"),
+    "lora_alpha": (64, "rank 1 has lora_alpha 64.0, rank 0 has 32.0"),
+    "lora_r": (8, "rank 1 has lora_r 8, rank 0 has 4"),
+    "max_steps": (3, "rank 1 has max_steps 3, rank 0 has 6"),
+    "save_steps": (2, "rank 1 has save_steps 2, rank 0 has 3"),
+    "output_dir": ("elsewhere", "rank 1 has output_dir elsewhere, rank 0 has "),
+    "resume_from_checkpoint": ("checkpoint-3", "rank 1 has resume_from_checkpoint checkpoint-3, rank 0 has False"),
+    "datasets": ([{"path": "other.jsonl"}], "rank 1 has datasets.0.path other.jsonl, rank 0 has "),
+    "fsdp": (True, "rank 1 has fsdp True, rank 0 has False"),
+}
+
+
+def refusal(settings: dict[str, Any], output_dir: str, changes: dict[str, Any]) -> str:
     try:
-        train_rank(settings, output_dir, **changes)
-    except ValueError as error:
-        return str(error)
+        train_rank(settings, **{"output_dir": output_dir, **changes})
+    except (ValueError, RuntimeError) as refused:
+        return f"{type(refused).__name__}: {refused}"
     return ""
 
 
-def bad_data_on_rank_one(settings: dict[str, Any], output_dir: str) -> str:
-    changes = {"datasets": ["missing.jsonl"]} if dist.get_rank() == 1 else {}
+def train_with_other_configs_on_rank_one(settings: dict[str, Any], output_dir: str) -> dict[str, str]:
+    """The refusal of each key in OTHER_CONFIGS, then of two at once."""
+    one = dist.get_rank() == 1
+    changes = {key: {key: value} for key, (value, _) in OTHER_CONFIGS.items()}
+    changes["two"] = {"learning_rate": 0.1, "max_steps": 3}
+    return {key: refusal(settings, output_dir, change if one else {}) for key, change in changes.items()}
+
+
+def test_ranks_with_other_configs_are_refused_on_all(settings, tmp_path) -> None:
+    """Before anything is read: some would train to the end and save rank 0's adapter, others hang in a checkpoint."""
+    zero, one = run(2, train_with_other_configs_on_rank_one, settings, str(tmp_path / "out"), timeout=60)
+    assert zero == one
+    for key, (_, sentence) in OTHER_CONFIGS.items():
+        assert zero[key].startswith(f"ValueError: {sentence}"), zero[key]
+    assert "rank 1 has max_steps 3 and learning_rate 0.1, rank 0 has 6 and 0.01; give" in zero["two"]
+    assert not (tmp_path / "out").exists()
+
+
+def train_from_folders(
+    settings: dict[str, Any], output_dir: str, folders: list[str], changes: dict[str, Any], names: list[str]
+) -> list[str]:
+    """One config, but its relative paths mean each rank's own files, as on hosts that share no file system."""
+    before = Path.cwd()
+    os.chdir(folders[dist.get_rank()])
     try:
-        train_rank(settings, output_dir, **changes)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+        return [refusal(settings, output_dir, {**changes, "datasets": [name]}) for name in names]
+    finally:
+        os.chdir(before)
 
 
-def test_differing_ranks_are_refused_on_all(settings, tmp_path) -> None:
-    zero, one = run(2, train_with_another_rank_on_rank_one, settings, str(tmp_path / "a"))
-    assert zero == one and "lora_A" in zero and "shape is [8, 64], expected [4, 64] as on rank 0" in zero
-    zero, one = run(2, bad_data_on_rank_one, settings, str(tmp_path / "b"))
-    assert zero == one and "rank 1: FileNotFoundError: missing.jsonl" in zero
+def test_ranks_that_find_other_files_are_refused_on_all(settings, tmp_path) -> None:
+    folders = [tmp_path / "zero", tmp_path / "one"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        tiny.write_lines(folder / "rows.jsonl", tiny.chat_rows(16 - number))
+    tiny.write_lines(folders[0] / "missing.jsonl", tiny.chat_rows(16))
+    places = [str(folder) for folder in folders]
+    names = ["missing.jsonl", "rows.jsonl"]
+    zero, one = run(2, train_from_folders, settings, str(tmp_path / "out"), places, {}, names, timeout=60)
+    assert zero == one and "rank 1: FileNotFoundError: missing.jsonl" in zero[0]
+    assert "rank 1 has training data" in zero[1] and "give every rank the same data" in zero[1]
+
+
+def test_ranks_that_find_other_checkpoints_are_refused_on_all(on_two, settings, tmp_path) -> None:
+    """The newest on rank 1 is older, as when the last copy between hosts failed; or it has none and starts anew."""
+    places = [str(tmp_path / "zero"), str(tmp_path / "one")]
+    for place, steps in zip(places, ((3, 6), (3,)), strict=True):
+        for step in steps:
+            shutil.copytree(on_two / f"checkpoint-{step}", Path(place) / "out" / f"checkpoint-{step}")
+    auto = {"resume_from_checkpoint": "auto"}
+    rows = settings["datasets"]
+    zero, one = run(2, train_from_folders, settings, "out", places, auto, rows, timeout=60)
+    assert zero == one and "rank 1 has steps already taken 3, rank 0 has 6; give every rank" in zero[0]
+    shutil.rmtree(tmp_path / "one" / "out")
+    zero, one = run(2, train_from_folders, settings, "out", places, auto, rows, timeout=60)
+    assert zero == one and "rank 1 has steps already taken 0, rank 0 has 6" in zero[0]
+
+
+def train_from_own_base(settings: dict[str, Any], output_dir: str, bases: list[str]) -> str:
+    return refusal(settings, output_dir, {"base_model": bases[dist.get_rank()], "max_steps": 1})
+
+
+def test_a_base_may_lie_elsewhere_on_another_rank(settings, tmp_path) -> None:
+    shutil.copytree(settings["base_model"], tmp_path / "copy")
+    bases = [settings["base_model"], str(tmp_path / "copy")]
+    assert run(2, train_from_own_base, settings, str(tmp_path / "out"), bases, timeout=60) == ["", ""]

@@ -217,14 +217,22 @@ def test_launched_with_accelerates_parallelism_config(alone, settings, tmp_path)
     assert metrics(tmp_path / "same", "loss")[0] == pytest.approx(metrics(alone, "loss")[0], rel=1e-5)
 
 
-def train_on_other_rows(settings: dict[str, Any], output_dir: str, rows: str) -> str:
-    return train_rank(settings, output_dir, 2, {"datasets": [rows]} if dist.get_rank() == 1 else {})
+def train_on_own_rows(settings: dict[str, Any], output_dir: str, folders: list[str]) -> str:
+    before = Path.cwd()
+    os.chdir(folders[dist.get_rank()])
+    try:
+        return train_rank(settings, output_dir, 2, {"datasets": ["rows.jsonl"]})
+    finally:
+        os.chdir(before)
 
 
 def test_ranks_with_other_data_are_refused(settings, tmp_path) -> None:
     """They would train whole factors apart; a rank may have an older copy of the file."""
-    rows = tiny.write_lines(tmp_path / "rows.jsonl", tiny.chat_rows(15))
-    zero, one = run(2, train_on_other_rows, settings, str(tmp_path / "out"), str(rows))
+    folders = [tmp_path / "zero", tmp_path / "one"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        tiny.write_lines(folder / "rows.jsonl", tiny.chat_rows(16 - number))
+    zero, one = run(2, train_on_own_rows, settings, str(tmp_path / "out"), [str(folder) for folder in folders])
     assert zero == one and "rank 1 has training data" in zero and "the same data" in zero
 
 
