@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from benchmarks.need_gpu import need_gpu
 from halfbyte.lora import merged_parts
 from halfbyte.lora.fused_matmul import lora_linear
 from halfbyte.nvfp4 import NVFP4Linear, NVFP4Parts, dequantize, global_scale_for, quantize
@@ -159,6 +160,7 @@ def checks() -> dict[str, Callable[[], str]]:
 
 
 def main() -> int:
+    need_gpu()
     import triton
 
     print(

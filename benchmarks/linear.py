@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.need_gpu import need_gpu
 from halfbyte.lora.fused_matmul import lora_linear
 from halfbyte.lora.snap_adapter import snap_adapter
 from halfbyte.nvfp4 import ActivationQuant, NVFP4Linear, dequantize
-from halfbyte.nvfp4.kernels.quantize_triton import quantize as quantize_triton
 
 LAYERS = [(4096, 4096), (14336, 4096), (4096, 14336)]
 TOKENS = [2048, 4096, 8192, 16384]
@@ -121,6 +121,8 @@ def over(layers: Iterable[object], call: Callable[..., object], *args: object) -
 
 def bench_kernels(bandwidth: float) -> str:
     """Dequantize, quantize and snap: microseconds and share of the copy bandwidth of the bytes that must move."""
+    from halfbyte.nvfp4.kernels.quantize_triton import quantize as quantize_triton
+
     rows = []
     for n, k in LAYERS:
         layers = [nvfp4(n, k).parts() for _ in range(copies(n * k * 0.5625))]
@@ -268,6 +270,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     parser.add_argument("--only", default="kernels,linear,decode,lora", help="which tables, separated by commas")
     options = parser.parse_args()
+    need_gpu()
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
     wanted = options.only.split(",")

@@ -21,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from benchmarks.need_gpu import need_gpu
 from halfbyte.lora import fuse
 from halfbyte.nvfp4 import NVFP4Linear, replace_module
 
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--kinds", default=",".join(BASES), help="bases, separated by commas")
     options = parser.parse_args()
+    need_gpu()
     text = [heading(options.layers)]
     header = "base | s a step | tokens/s | of dense | model GB | peak GB | loss"
     text += [f"| {header} |", "|" + "---|" * 7]

@@ -13,6 +13,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ DOCSTRINGS = Path(__file__).with_name("docstrings.py")
 FALL = 0.9  # the held-out loss must end below this share of where it began
 ANSWERS = 2
 SHOWN = 7  # lines of a table of layers
+DOING = {"quantize": "quantizing", "train": "training", "merge": "merging"}
 MARK = ".quickstart"  # in a folder of ours, which a later run may replace
 
 
@@ -99,6 +101,11 @@ def command(*arguments: str, shown: list[str] | None = None) -> str:
                 print(line, end="", flush=True)
             elif layers == SHOWN + 1:
                 print("  ... a line for every layer ...", flush=True)
+    if process.returncode < 0:  # a signal; the kernel's is 9 when memory runs out
+        what = next((DOING[word] for word in arguments if word in DOING), "the command")
+        hint = " (often: out of memory)" if process.returncode == -signal.SIGKILL else ""
+        print(f"{what} ended by signal {-process.returncode}{hint}", flush=True)
+        raise SystemExit(1)
     if process.returncode:
         raise SystemExit(process.returncode)
     return "".join(lines)

@@ -62,6 +62,16 @@ def test_the_quickstarts_data_is_the_same_every_time_and_does_not_leak(tmp_path,
         assert not {chat[turn]["content"] for chat in train} & {chat[turn]["content"] for chat in heldout}
 
 
+def test_a_killed_training_is_a_sentence(capsys) -> None:
+    """What a kernel without memory leaves of it: no output, a signal."""
+    quickstart = runpy.run_path(str(EXAMPLES / "quickstart.py"))
+    kill = "import os; os.kill(os.getpid(), 9)"
+    with pytest.raises(SystemExit) as leaving:
+        quickstart["command"](sys.executable, "-c", kill, "train", shown=["halfbyte", "train"])
+    assert leaving.value.code == 1
+    assert "training ended by signal 9 (often: out of memory)" in capsys.readouterr().out
+
+
 @pytest.mark.timeout(1800)
 def test_quickstart(tmp_path) -> None:
     """The whole job on SmolLM2-135M, in its short form; the script itself fails when the held-out loss did not fall."""

@@ -63,8 +63,6 @@ class Merger:
         self.untied = untied_outputs(base, adapter)
         check_targets(base, adapter)
         check_fp8(base, adapter, settings.to)
-        if settings.rounding == "nearest" and settings.to == "nvfp4" and onto is None:
-            self.report.warnings.append("rounding to nearest: most of an ordinary adapter is rounded away.")
 
     # ---- what is written
 
@@ -128,6 +126,11 @@ class Merger:
                 if progress is not None:
                     progress(done, todo, group[0])
         self.check_merged_digest()
+        if self.settings.rounding == "nearest" and self.settings.to == "nvfp4" and self.onto is None:
+            self.report.warnings.append(
+                f"rounding to nearest kept {self.report.retained.kept:.1%} of the adapter's change; dither keeps "
+                "nearly all of an ordinary adapter's."
+            )
         if self.doubts:
             self.report.warnings.append(plausible.summary(self.doubts))
         self.write_rest(folder)

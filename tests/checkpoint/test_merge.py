@@ -150,7 +150,7 @@ def test_nearest_loses_a_small_adapter_and_says_so(tmp_path: Path, ours: Path) -
     assert len(lost.value.report.layers) == 14 and lost.value.report.retained.kept < 0.5
     assert {path.name for path in tmp_path.iterdir()} == {"adapter"}
     report = merge_checkpoint(ours, tmp_path / "adapter", tmp_path / "out", rounding="nearest", min_retained=0)
-    assert "rounding to nearest" in report.warnings[0]
+    assert f"rounding to nearest kept {report.retained.kept:.1%} of the adapter's change" in report.warnings[0]
     assert "nearest" in (tmp_path / "out" / "halfbyte.json").read_text()
     dithered = merge_checkpoint(ours, tmp_path / "adapter", tmp_path / "dithered")
     assert dithered.retained.kept > 0.85

@@ -87,9 +87,10 @@ def test_the_kill_left_complete_checkpoints_and_a_torn_one_apart(killed) -> None
     assert not (killed / "adapter").exists()
 
 
-def test_resumed_equals_uninterrupted(uninterrupted, killed, config) -> None:
+def test_resumed_equals_uninterrupted(uninterrupted, killed, config, capsys) -> None:
     """12 steps, against 8 and a half, a SIGKILL, and a resume from step 6, in the middle of the second epoch."""
     train(config(killed, save_steps=3, resume_from_checkpoint=True))
+    assert f"{killed / 'checkpoint-6'}: going on after step 6 of 12" in capsys.readouterr().out
     left, right = uninterrupted / "checkpoint-12", killed / "checkpoint-12"
     adapter = load_file(left / "adapter_model.safetensors")
     assert any("lm_head" in key for key in adapter) and any("lora_B" in key for key in adapter)
