@@ -50,7 +50,8 @@ def merge_checkpoint(
                   None: what a merge-aware adapter was trained with, else dither, keep, 0.
     onto          the dense original: the adapter is added to its weights, and those are quantized as the base was.
     min_retained  smallest share of the adapter's change that must survive, over all layers.
-    any_base      True merges onto another base than the adapter recorded; the report warns.
+    any_base      True merges onto another base, or with another version of the quantizer, than the adapter recorded;
+                  the report warns.
     check         called with the finished, still hidden folder; what it raises undoes the merge.
     memory        a few tensors.
     raises        ValueError, FileNotFoundError, FileExistsError; AdapterLost when too little survived. `out` is then

@@ -57,10 +57,16 @@ class Merger:
         self.report = MergeReport(settings)
         self.doubts: dict[str, str] = {}  # fqn -> what is suspicious about its scales
         self.digests: dict[str, tuple[tuple[int, int], int]] = {}  # of merged weights, if the adapter recorded them
+        self.as_trained = trained_for(recorded, settings, onto is not None)  # so the recorded digest must come out
         self.recipe = str(read_record(base.folder).get("scales", "max"))
         merge_aware = recorded is not None and recorded.mode == "merge-aware"
         self.nearest_dtype = getattr(torch, recorded.quantizer.dtype) if recorded and merge_aware else base.dtype
         self.untied = untied_outputs(base, adapter)
+        if recorded is not None and self.as_trained and (changed := lora_metadata.other_quantizer(recorded)):
+            if not any_base:
+                lora_metadata.check_version(recorded)
+            self.as_trained = False
+            self.report.warnings.append(f"any_base: {changed}.")
         check_targets(base, adapter)
         check_fp8(base, adapter, settings.to)
 
@@ -289,17 +295,17 @@ class Merger:
         return merged
 
     def check_merged_digest(self) -> None:
-        """ValueError when the trainer recorded the merged weights' digest, and under its own settings we got others."""
-        if not self.digests or self.recorded is None or self.report.warnings:
-            return
-        own, here = self.recorded.quantizer, self.settings
-        if (own.rounding, own.scales, own.seed) != (here.rounding, here.scales, here.seed):
+        """ValueError when the adapter recorded the digest of the weights it was trained for, and others came out.
+
+        Under other settings, or on another base, others must come out, and nothing can be checked.
+        """
+        if self.recorded is None or self.recorded.merged_digest is None or not self.as_trained:
             return
         digest = model_digest(self.digests)
         if digest != self.recorded.merged_digest:
             raise ValueError(
                 f"{self.adapter.folder}: the merged weights have digest {digest[:16]}, the adapter was trained for "
-                f"{str(self.recorded.merged_digest)[:16]}. The adapter's weights are not those of its record; copy its "
+                f"{self.recorded.merged_digest[:16]}. The adapter's weights are not those of its record; copy its "
                 "whole folder again."
             )
 
@@ -314,4 +320,13 @@ class Merger:
         message = f"{fqn}: this is not the base that the adapter was trained on (its codes or scales differ)."
         if not self.any_base:
             raise ValueError(f"{message} Use that base, or --any-base to merge all the same.")
+        self.as_trained = False
         self.report.warnings.append(message)
+
+
+def trained_for(recorded: lora_metadata.AdapterMetadata | None, settings: Settings, onto: bool) -> bool:
+    """Whether a merge rounds as the adapter was trained merge-aware for; not onto another model's weights."""
+    if recorded is None or recorded.mode != "merge-aware" or settings.to != "nvfp4" or onto:
+        return False
+    own = recorded.quantizer
+    return (own.rounding, own.scales, own.seed) == (settings.rounding, settings.scales, settings.seed)

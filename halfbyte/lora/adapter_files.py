@@ -10,6 +10,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from halfbyte.lora import metadata
@@ -20,7 +22,7 @@ from halfbyte.lora.staged import staged_files
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-CARD_NAME = "README.md"
+CARD_NAME, WEIGHTS_NAME = "README.md", "adapter_model.safetensors"
 OVERRIDES = "halfbyte_overrides"  # attribute of a PeftModel whose adapter was attached against its record
 
 
@@ -80,9 +82,11 @@ def load_adapter(
     """Attach a saved adapter to its base; a merge-aware one computes with its merged weight again.
 
     model     with NVFP4 layers, e.g. from `halfbyte.load_model`.
-    any_base  attach although the base is another than the one it was trained on; `save_adapter` records that.
+    any_base  attach although the base, or the quantizer's version, is another than the one it was trained on;
+              `save_adapter` records that.
     cache     as in `make_merge_aware`; kwargs go to PEFT (is_trainable=True, adapter_name=...).
-    raises    ValueError naming what differs from the base it was trained on; FileNotFoundError for no adapter.
+    raises    ValueError naming what differs from the base it was trained on, or what is damaged; FileNotFoundError for
+              no adapter.
     """
     from peft import PeftModel
 
@@ -91,12 +95,16 @@ def load_adapter(
     if recorded is not None:
         present = metadata.present_targets(recorded, model)
         if not any_base:
+            metadata.check_version(recorded)
             metadata.check_targets(recorded, present)
         elif found := metadata.differences(recorded, present):
             overrides += (
                 f"any_base: trained on base {recorded.base_digest[:16]}, attached to another, in which {len(found)} of "
                 f"{len(recorded.targets)} layers differ",
             )
+        if changed := metadata.other_quantizer(recorded):  # only with any_base
+            overrides += (f"any_base: {changed}",)
+    check_weights(Path(folder) / WEIGHTS_NAME)
     peft_model = PeftModel.from_pretrained(model, str(folder), **{"config": peft_config(folder), **kwargs})
     setattr(peft_model, OVERRIDES, overrides)
     if recorded is None or recorded.mode != "merge-aware":
@@ -111,6 +119,22 @@ def load_adapter(
         cache=cache,
     )
     return peft_model
+
+
+def check_weights(path: Path) -> None:
+    """ValueError for a safetensors file that is cut, or holds NaN or infinity; before PEFT changes the model by it."""
+    if not path.exists():  # PEFT knows other places, and what to say
+        return
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  # not a dict
+                value = file.get_tensor(key)
+                if value.is_floating_point() and value.dtype.itemsize > 1 and not torch.isfinite(value).all():
+                    raise ValueError(f"{path}: {key} holds NaN or infinite values. Take an earlier checkpoint.")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path}: not a safetensors file, or cut short ({error}). Copy the adapter's whole folder again."
+        ) from None
 
 
 def peft_config(folder: str | os.PathLike[str]) -> "PeftConfig":

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from halfbyte.lora.merge import Recipe, Rounding, Scales, check_modes
-from halfbyte.lora.metadata import Quantizer
+from halfbyte.lora.merge import Recipe, Rounding, Scales
+from halfbyte.lora.metadata import Quantizer, check_quantizer
 from halfbyte.lora.names import base_name
 from halfbyte.nvfp4.convert import replace_module
 from halfbyte.nvfp4.digest import model_digest, weight_digest
@@ -47,14 +47,17 @@ def make_merge_aware(
     cache       keep the packed W' from one optimizer step to the next (0.5 bytes a weight), or compute it in each
                 forward and backward (no memory). Default: keep it on a CPU.
     active      False: train as plain LoRA until `set_merge_aware(model, True)` (see `start_step`).
-    raises      ValueError, before any training, for what a merged weight cannot honour: no LoRA over an NVFP4 weight,
-                DoRA and other variants, LoRA biases, trained base biases, several active adapters, merged adapters.
+    raises      ValueError, before any training, for a setting that is none (a seed that is no integer), and for what a
+                merged weight cannot honour: no LoRA over an NVFP4 weight, DoRA and other variants, LoRA biases, trained
+                base biases, several active adapters, merged adapters.
 
     PEFT builds its own layers again when an adapter is added on new targets: call it after.
     """
     from halfbyte.lora.merge_aware_layer import MergeAwareLinear
 
-    check_modes(rounding, scales)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}, expected a torch.dtype such as torch.bfloat16, or None")
+    check_quantizer(Quantizer(rounding, scales, seed, str(dtype or torch.float32).removeprefix("torch.")))
     layers = lora_layers(peft_model)
     refuse(peft_model, layers)
     for fqn, layer in layers.items():

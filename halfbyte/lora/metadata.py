@@ -108,10 +108,28 @@ def activation_text(activation: ActivationQuant | None) -> str | float:
 
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype that torch names so ("bfloat16"); ValueError for another word."""
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no torch dtype; set dtype to one such as 'bfloat16'")
     return dtype
+
+
+def check_quantizer(quantizer: Quantizer) -> None:
+    """ValueError naming the first field that is not what `merged_parts` takes."""
+    check_modes(quantizer.rounding, quantizer.scales)
+    check_integer(quantizer.seed, "seed")
+    check_integer(quantizer.version, "quantizer's version")
+    dtype = torch_dtype(quantizer.dtype)
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(
+            f"dtype is {quantizer.dtype!r}, expected a floating one that weights are in, such as 'bfloat16'"
+        )
+
+
+def check_integer(value: Any, name: str, least: int | None = None) -> None:
+    """ValueError for what is no int, or too small; True is none, though Python thinks so."""
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+        raise ValueError(f"{name} is {value!r}, expected an integer{'' if least is None else f' >= {least}'}")
 
 
 def versions() -> dict[str, str]:
@@ -140,8 +158,8 @@ def write(folder: str | os.PathLike[str], metadata: AdapterMetadata) -> None:
 def read(folder: str | os.PathLike[str]) -> AdapterMetadata | None:
     """The key's contents, or None when the adapter was not made by halfbyte.
 
-    raises  FileNotFoundError without an adapter_config.json; ValueError for a key that a newer halfbyte wrote, or that
-            is damaged.
+    raises  FileNotFoundError without an adapter_config.json; ValueError for a key in a newer format, or that is
+            damaged. Whether its quantizer is this one's, `other_quantizer` says.
     """
     path = Path(folder) / CONFIG_NAME
     if not path.is_file():
@@ -149,16 +167,19 @@ def read(folder: str | os.PathLike[str]) -> AdapterMetadata | None:
             f"{folder} holds no {CONFIG_NAME}; expected the folder of a PEFT adapter, such as RUN/adapter"
         )
     try:
-        raw = json.loads(path.read_text()).get(KEY)
-    except ValueError as error:
+        config = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); copy the adapter again") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(config).__name__}; copy the adapter again")
+    raw = config.get(KEY)
     return None if raw is None else parse(raw, str(path))
 
 
 def parse(raw: dict[str, Any], where: str) -> AdapterMetadata:
     """The key's JSON as an object; ValueError says what is wrong with it."""
     version = raw.get("format_version") if isinstance(raw, dict) else None
-    if not isinstance(version, int):
+    if not isinstance(version, int) or isinstance(version, bool):
         raise ValueError(
             f"{where}: the {KEY} key has no format_version; it is damaged; copy the adapter again, or remove the key "
             "to go without its checks"
@@ -171,7 +192,7 @@ def parse(raw: dict[str, Any], where: str) -> AdapterMetadata:
     try:
         metadata = AdapterMetadata(
             mode=raw["mode"],
-            quantizer=Quantizer(**raw["quantizer"]),
+            quantizer=Quantizer(**raw["quantizer"] | {"version": raw["quantizer"]["version"]}),  # never by default
             targets={
                 name: Target((int(target["shape"][0]), int(target["shape"][1])), target["digest"], target["activation"])
                 for name, target in raw["targets"].items()
@@ -184,19 +205,38 @@ def parse(raw: dict[str, Any], where: str) -> AdapterMetadata:
         )
         if raw["base_digest"] != metadata.base_digest or metadata.mode not in MODES:
             raise ValueError("mode or base_digest do not fit the rest")
-        check_modes(metadata.quantizer.rounding, metadata.quantizer.scales)
-        torch_dtype(metadata.quantizer.dtype)
+        check_quantizer(metadata.quantizer)
+        check_integer(metadata.start_step, "start_step", least=0)
+        if not isinstance(metadata.merged_digest, str | None):
+            raise ValueError(f"merged_digest is {metadata.merged_digest!r}, expected a digest or null")
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        cause = str(error) if type(error) is ValueError else repr(error)
         raise ValueError(
-            f"{where}: the {KEY} key is damaged ({error!r}); copy the adapter again, or remove the key to go without "
+            f"{where}: the {KEY} key is damaged ({cause}); copy the adapter again, or remove the key to go without "
             "its checks"
         ) from None
-    if metadata.quantizer.version > QUANTIZER_VERSION:
-        raise ValueError(
-            f"{where}: the adapter was trained for quantizer {metadata.quantizer.version}, this halfbyte has "
-            f"{QUANTIZER_VERSION}, whose codes differ. Update halfbyte."
-        )
     return metadata
+
+
+def other_quantizer(metadata: AdapterMetadata) -> str | None:
+    """What differs, when an adapter was trained for merged codes that this halfbyte does not make; None when it has
+    them, or when it was trained beside the weight and for no codes."""
+    trained = metadata.quantizer.version
+    if metadata.mode != "merge-aware" or trained == QUANTIZER_VERSION:
+        return None
+    return (
+        f"trained merge-aware for quantizer version {trained}, this halfbyte has {QUANTIZER_VERSION}: the codes differ"
+    )
+
+
+def check_version(metadata: AdapterMetadata) -> None:
+    """ValueError naming both versions, when this halfbyte does not make the codes that the adapter was trained for."""
+    if (found := other_quantizer(metadata)) is not None:
+        by = metadata.versions.get("halfbyte", "of then")
+        raise ValueError(
+            f"This adapter was {found}. Train it with this halfbyte, or merge it with the one that trained it "
+            f"({by}); any_base=True or --any-base takes it all the same."
+        )
 
 
 def differences(metadata: AdapterMetadata, present: Mapping[str, Target]) -> list[str]:

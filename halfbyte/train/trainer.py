@@ -182,10 +182,11 @@ def describe_adapter(model: Any, *, spread: bool) -> metadata.AdapterMetadata | 
 
 
 def check_same_base(checkpoint: Path, described: metadata.AdapterMetadata) -> None:
-    """ValueError naming the layers, when the checkpoint's adapter was trained on a base with other codes."""
+    """ValueError naming the layers, when the checkpoint's adapter was trained on, or for, other codes."""
     recorded = metadata.read(checkpoint)
     if recorded is not None:
         try:
+            metadata.check_version(recorded)
             metadata.check_targets(recorded, described.targets)
         except ValueError as error:
             raise ValueError(f"{checkpoint}: {error}") from None

@@ -1,6 +1,7 @@
 """The `halfbyte` key: PEFT ignores it, another base is an error that names what differs, damage is found."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
 
 from halfbyte.lora import make_merge_aware, merged_digest
 from halfbyte.lora import metadata as md
@@ -30,6 +32,10 @@ def edit(folder: Path, **changes: Any) -> None:
     config = json.loads(path.read_text())
     config[md.KEY].update(changes)
     path.write_text(json.dumps(config))
+
+
+def edit_quantizer(folder: Path, **changes: Any) -> None:
+    edit(folder, quantizer=json.loads((folder / md.CONFIG_NAME).read_text())[md.KEY]["quantizer"] | changes)
 
 
 def test_round_trip(saved: Path) -> None:
@@ -98,13 +104,84 @@ def test_activation_and_missing_layers_are_named(saved: Path) -> None:
         md.check(recorded, nvfp4_mlp())
 
 
-def test_newer_formats_and_quantizers_are_refused(saved: Path) -> None:
+def test_newer_formats_are_refused(saved: Path) -> None:
     edit(saved, format_version=2)
     with pytest.raises(ValueError, match="has format 2, this halfbyte reads up to 1"):
         md.read(saved)
-    edit(saved, format_version=1, quantizer={"rounding": "dither", "scales": "keep", "seed": 0, "version": 9})
-    with pytest.raises(ValueError, match="trained for quantizer 9"):
+
+
+@pytest.mark.parametrize("version", [1, md.QUANTIZER_VERSION - 1, md.QUANTIZER_VERSION + 1])
+def test_codes_of_another_quantizer(tmp_path: Path, version: int) -> None:
+    """Older or newer, a merge-aware adapter was trained for codes that are not made here; a plain one for none."""
+    save_adapter(with_lora(nvfp4_mlp()), tmp_path / "plain")
+    save_adapter(make_merge_aware(with_lora(nvfp4_mlp()), seed=3), tmp_path / "aware")
+    for name in ("plain", "aware"):
+        edit_quantizer(tmp_path / name, version=version)
+    assert torch.equal(load_adapter(nvfp4_mlp(), tmp_path / "plain")(X), with_lora(nvfp4_mlp())(X))
+    assert md.read(tmp_path / "aware").quantizer.version == version  # to be shown
+    both = f"quantizer version {version}, this halfbyte has {md.QUANTIZER_VERSION}"
+    model = nvfp4_mlp()
+    with pytest.raises(ValueError, match=rf"{both}.* Train it with this .* merge it with the one that trained it \("):
+        load_adapter(model, tmp_path / "aware")
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    loaded = load_adapter(model, tmp_path / "aware", any_base=True)
+    save_adapter(loaded, tmp_path / "next")
+    recorded = md.read(tmp_path / "next")
+    assert recorded.quantizer.version == md.QUANTIZER_VERSION and len(recorded.overrides) == 1
+    assert recorded.overrides[0].startswith("any_base: trained merge-aware") and both in recorded.overrides[0]
+
+
+NOT_INTEGERS = ["3", None, 3.0, True, [3]]
+DAMAGED = [
+    *(({"version": value}, rf"quantizer's version is {re.escape(repr(value))}, expected an") for value in NOT_INTEGERS),
+    *(({"seed": value}, rf"seed is {re.escape(repr(value))}, expected an integer") for value in NOT_INTEGERS),
+    ({"dtype": "decimal"}, "'decimal' is no torch dtype"),
+    ({"dtype": None}, "None is no torch dtype"),
+    ({"dtype": "int8"}, "dtype is 'int8', expected a floating one"),
+    ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn', expected a floating one"),
+    ({"rounding": ["dither"]}, r"rounding is \['dither'\], expected one of"),
+    ({"scales": 1}, "scales is 1, expected one of"),
+]
+
+
+@pytest.mark.parametrize("mode", ["plain", "merge-aware"])
+@pytest.mark.parametrize(("changes", "message"), DAMAGED)
+def test_fields_of_the_quantizer_are_checked(saved: Path, mode: str, changes: dict[str, Any], message: str) -> None:
+    edit(saved, mode=mode)
+    edit_quantizer(saved, **changes)
+    with pytest.raises(ValueError, match=rf"the halfbyte key is damaged \({message}"):
         md.read(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({"seed": value}, rf"^seed is {re.escape(repr(value))}, expected an integer") for value in NOT_INTEGERS),
+        ({"dtype": "bfloat16"}, "^dtype is 'bfloat16', expected a torch.dtype"),
+        ({"dtype": torch.int32}, "^dtype is 'int32', expected a floating one"),
+        ({"rounding": None}, "^rounding is None, expected one of"),
+    ],
+)
+def test_make_merge_aware_checks_the_same(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_merge_aware(with_lora(nvfp4_mlp()), **changes)
+
+
+def test_damaged_weights_are_found_before_the_model_is_changed(saved: Path) -> None:
+    path, model = saved / "adapter_model.safetensors", nvfp4_mlp()
+    whole = path.read_bytes()
+    for size in (0, 4, 8, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"adapter_model\.safetensors: not a safetensors file, or cut short"):
+            load_adapter(model, saved)
+    path.write_bytes(whole)
+    tensors = load_file(path)
+    for value in (float("nan"), float("inf")):
+        tensors["base_model.model.up.lora_A.weight"][1, 2] = value
+        save_file(tensors, path)
+        with pytest.raises(ValueError, match=r"up\.lora_A\.weight holds NaN or infinite values"):
+            load_adapter(model, saved)
+    assert not any("lora" in name for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -118,6 +195,13 @@ def test_newer_formats_and_quantizers_are_refused(saved: Path) -> None:
         {"quantizer": {"rounding": "up"}},
         {"quantizer": {"dtype": "decimal"}},
         {"quantizer": {"unknown": 1}},
+        {"quantizer": {"rounding": "dither", "scales": "keep", "seed": 0}},
+        {"quantizer": []},
+        {"start_step": "5"},
+        {"start_step": -1},
+        {"start_step": None},
+        {"merged_digest": 3},
+        {"format_version": True},
         {"overrides": None},
     ],
 )
@@ -136,6 +220,9 @@ def test_files_that_are_not_there_or_not_ours(tmp_path: Path) -> None:
     (tmp_path / md.CONFIG_NAME).write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         md.read(tmp_path)
+    (tmp_path / md.CONFIG_NAME).write_text("[]")
+    with pytest.raises(ValueError, match=r"adapter_config\.json: expected a JSON object, found list"):
+        load_adapter(nvfp4_mlp(), tmp_path)
 
 
 @pytest.mark.parametrize("rounding, scales", [("dither", "keep"), ("nearest", "fresh")])
