@@ -100,31 +100,36 @@ def _exchange(message: dict, group: dist.ProcessGroup | None, timeout: float) ->
     """
     store = (group or dist.group.WORLD).get_group_store()  # type: ignore[union-attr]
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    this_round = store.add(f"halfbyte/round/{rank}", 1)
-    store.set(_key(this_round, rank), b85encode(compress(json.dumps(message).encode())).decode())
-    keys = [_key(this_round, other) for other in range(size)]
     start = time.monotonic()
+    keys: list[str] = []
     try:
+        this_round = store.add(f"halfbyte/round/{rank}", 1)
+        keys = [_key(this_round, other) for other in range(size)]
+        store.set(keys[rank], b85encode(compress(json.dumps(message).encode())).decode())
         store.wait(keys, timedelta(seconds=timeout))
+        messages = [json.loads(decompress(b85decode(store.get(key)))) for key in keys]
+        if this_round > 1:
+            store.delete_key(_key(this_round - 1, rank))
     except RuntimeError as error:
-        missing = [other for other, key in enumerate(keys) if not _posted(store, key)]
-        raise RuntimeError(
-            f"{message['label']}: rank {rank} waited {time.monotonic() - start:.0f} s, and nothing came from "
-            f"{', '.join(f'rank {other}' for other in missing) or 'the key-value store'}. That process has died, or is "
-            "still busy before this point: read its log; if it was only slow, raise the timeout."
-        ) from error
-    messages = [json.loads(decompress(b85decode(store.get(key)))) for key in keys]
-    if this_round > 1:
-        store.delete_key(_key(this_round - 1, rank))
+        waited = f"{message['label']}: rank {rank} waited {time.monotonic() - start:.0f} s, and "
+        raise RuntimeError(waited + _what_is_missing(store, keys, rank)) from error
     return messages
+
+
+def _what_is_missing(store: dist.Store, keys: list[str], rank: int) -> str:
+    """Which other ranks have posted nothing, or why nobody can tell, and what to do."""
+    try:
+        missing = [f"rank {other}" for other, key in enumerate(keys) if other != rank and not store.check([key])]
+    except RuntimeError:
+        return (
+            "the key-value store no longer answers: rank 0 of the job, which holds it (under torchrun, its launcher), "
+            "has gone. Read its log first."
+        )
+    return (
+        f"nothing came from {', '.join(missing) or 'another rank until now'}. That process has died, or is still busy "
+        "before this point: read its log; if it was only slow, raise the timeout."
+    )
 
 
 def _key(this_round: int, rank: int) -> str:
     return f"halfbyte/{this_round}/{rank}"
-
-
-def _posted(store: dist.Store, key: str) -> bool:
-    try:
-        return store.check([key])
-    except RuntimeError:  # the store's host, rank zero of the job, is gone
-        return False

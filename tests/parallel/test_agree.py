@@ -6,7 +6,7 @@ import time
 import torch.distributed as dist
 
 from halfbyte.parallel import agree, together
-from tests.dist import outcomes, run
+from tests.dist import _free_port, outcomes, run
 
 
 def text_of_error(fn, *args, **kwargs) -> tuple[str, str]:
@@ -44,6 +44,19 @@ def dies_before() -> tuple[str, str]:
     if dist.get_rank() == 1:
         os._exit(3)
     return text_of_error(agree, "loading", timeout=1.0)
+
+
+def the_stores_host_dies_before(port: int) -> tuple[str, str]:
+    """As a launch does it, and unlike these tests' group: rank 0 serves the store to all."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    if rank == 0:
+        store.wait(["joined"])
+        os._exit(3)
+    store.set("joined", "")
+    return text_of_error(agree, "loading", timeout=5.0)
 
 
 def in_subgroups() -> list:
@@ -101,8 +114,16 @@ def test_a_failed_rank_that_waits_in_vain_tells_its_own_error_too() -> None:
 def test_a_dead_rank_is_named() -> None:
     zero, one = outcomes(2, dies_before)
     assert one.exitcode == 3
-    assert "nothing came from rank 1" in zero.value[1]
+    assert "s, and nothing came from rank 1. That process" in zero.value[1]
     assert zero.seconds < 10
+
+
+def test_the_dead_host_of_the_store_is_named_and_no_one_else() -> None:
+    zero, one = outcomes(2, the_stores_host_dies_before, _free_port())
+    assert zero.exitcode == 3 and one.value[0] == "RuntimeError", one
+    assert "the key-value store no longer answers: rank 0 of the job" in one.value[1]
+    assert "nothing came from" not in one.value[1]
+    assert one.seconds < 20
 
 
 def test_subgroups_agree_on_their_own() -> None:
