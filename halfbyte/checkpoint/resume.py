@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from halfbyte.checkpoint.output import DISK_FULL, flush
+from halfbyte.checkpoint.output import flush
 
 MARKER = "halfbyte_checkpoint.json"
 STAGING = ".unfinished"
@@ -27,7 +27,12 @@ REMOVED = ".removed-"
 PREFIX = "checkpoint-"
 ADAPTER_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")  # not the run's .pt, .pth and .bin
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # how the system, torch and safetensors report a full disk
-FULL_SIGNS = ("No space left", "unexpected pos")  # of a full disk: in safetensors' error, in torch.save's
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_SIGNS = (
+    "No space left",
+    "quota exceeded",
+    "unexpected pos",
+)  # of a full disk: in safetensors' error, in torch.save's
 
 
 def staging_folder(output_dir: Path) -> Path:
@@ -153,19 +158,25 @@ def rotate(output_dir: Path, keep: int | None) -> None:
 
 
 def save_failed(final: Path, error: BaseException) -> OSError:
-    """What to tell the user when a checkpoint could not be written, whichever library noticed it."""
+    """What to tell the user when a checkpoint could not be written, whichever library noticed it.
+
+    Room is asked for when the system or a library said that the disk is full, or when less is free than the last
+    complete checkpoint takes.
+    """
     output_dir = final.parent
-    free = shutil.disk_usage(output_dir).free / 1e9
+    free = shutil.disk_usage(output_dir).free
     kept = complete_checkpoints(output_dir)
-    remedy = f"{kept[-1].name} is complete" if kept else "no earlier checkpoint exists"
+    state = f"{kept[-1].name} is complete" if kept else "no earlier checkpoint exists"
     text = " ".join(str(error).split())
-    full = isinstance(error, OSError) and error.errno in DISK_FULL or any(sign in text for sign in FULL_SIGNS)
-    cause = "the disk is full" if full else text[:200]
     code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+    full = code in DISK_FULL or any(sign in text for sign in FULL_SIGNS)
+    needed = sum(path.stat().st_size for path in _files(kept[-1])) if kept else 0
+    cause = "the disk is full" if full else text[:400]
+    remedy = "Make room" if full or free < needed else "Mend that"
     return SaveError(
         code,
-        f"{final}: could not be saved: {cause} ({free:.2f} GB free); {remedy} and nothing half-written was left. "
-        "Make room, and continue with resume_from_checkpoint=true",
+        f"{final}: could not be saved: {cause} ({free / 1e9:.2f} GB free); {state}, and nothing half-written is taken "
+        f"for one. {remedy}, and continue with resume_from_checkpoint=true",
     )
 
 

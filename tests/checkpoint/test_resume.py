@@ -112,8 +112,30 @@ def test_a_failed_save_says_what_is_still_there(tmp_path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     error = resume.save_failed(tmp_path / "checkpoint-2", full)
     assert "the disk is full" in str(error) and "no earlier checkpoint exists" in str(error)
+    assert "Make room, and continue with resume_from_checkpoint=true" in str(error)
     write_checkpoint(tmp_path, 1)
     error = resume.save_failed(tmp_path / "checkpoint-2", RuntimeError("broken\npipe"))
     assert "broken pipe" in str(error) and "checkpoint-1 is complete" in str(error)
     assert "the disk is full" in str(resume.save_failed(tmp_path / "x", RuntimeError("unexpected pos 64 vs 0")))
     assert isinstance(error, OSError) and "[Errno" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PermissionError(errno.EACCES, "Permission denied"), RuntimeError("Writing: nothing came from rank 1")],
+)
+def test_room_is_asked_for_only_where_it_is_short(error, tmp_path, monkeypatch) -> None:
+    write_checkpoint(tmp_path, 1)
+    text = str(resume.save_failed(tmp_path / "checkpoint-2", error))
+    assert str(error) in text and "Mend that, and continue" in text
+    assert "Make room" not in text and "the disk is full" not in text
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    text = str(resume.save_failed(tmp_path / "checkpoint-2", error))
+    assert str(error) in text and "Make room, and continue" in text
+
+
+def test_a_quota_is_a_full_disk(tmp_path) -> None:
+    quota = OSError(errno.EDQUOT, "Disk quota exceeded")
+    for error in (quota, RuntimeError(f"rank 0: {quota}")):
+        assert "the disk is full" in str(resume.save_failed(tmp_path / "checkpoint-2", error))
