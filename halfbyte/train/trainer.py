@@ -306,7 +306,8 @@ class Trainer(SFTTrainer):
                     resume.publish(self._staging / name, output_dir / name)
                     resume.rotate(output_dir, self._keep)
         except Exception as error:
-            resume.clear_staging(output_dir)
+            if self.is_world_process_zero():  # another may have given up on it while it still writes there
+                resume.clear_staging(output_dir)
             if isinstance(error, resume.WRITE_ERRORS):
                 raise resume.save_failed(output_dir / name, error) from error
             raise

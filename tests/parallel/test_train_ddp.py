@@ -8,6 +8,7 @@ fp32 additions, hence 1e-5 on the adapter. On the same number of ranks nothing d
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfbyte.checkpoint import resume
+from halfbyte.train import trainer
 from halfbyte.train.config import build_config
 from halfbyte.train.files import METRICS, read_metrics
 from halfbyte.train.trainer import train
@@ -168,6 +170,30 @@ def test_a_full_disk_on_rank_zero_is_the_error_of_all(settings, tmp_path) -> Non
     for text in (zero, one):
         assert "checkpoint-6: could not be saved: the disk is full" in text and "checkpoint-3 is complete" in text
     assert [path.name for path in resume.complete_checkpoints(tmp_path / "out")] == ["checkpoint-3"]
+
+
+def train_with_a_slow_save(settings: dict[str, Any], output_dir: str) -> None:
+    """Rank zero pauses between two files of the second save, for longer than rank one waits."""
+
+    def pause(optimizer: torch.optim.Optimizer) -> None:
+        written = resume.staging_folder(Path(output_dir)) / "checkpoint-6" / "adapter_model.safetensors"
+        if written.exists():
+            time.sleep(4)
+            assert written.exists(), "rank 1 has deleted what rank 0 is writing"
+
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        optimizer.register_state_dict_pre_hook(pause)
+
+    trainer.SAVE_TIMEOUT_S = 5.0 if dist.get_rank() == 0 else 2.0  # of a worker that is thrown away, for it raises
+    register_optimizer_step_post_hook(hook)
+    train_rank(settings, output_dir)
+
+
+def test_a_rank_that_gives_up_waiting_leaves_what_rank_zero_writes(settings, tmp_path) -> None:
+    zero, one = outcomes(2, train_with_a_slow_save, settings, str(tmp_path / "out"), timeout=90)
+    assert "nothing came from rank 0. That process" in str(one.error)
+    assert "nothing came from rank 1. That process" in str(zero.error)
+    assert "Mend that" in str(zero.error) and not resume.staging_folder(tmp_path / "out").exists()
 
 
 OTHER_CONFIGS = {
