@@ -209,6 +209,8 @@ def parse(raw: dict[str, Any], where: str) -> AdapterMetadata:
         check_integer(metadata.start_step, "start_step", least=0)
         if not isinstance(metadata.merged_digest, str | None):
             raise ValueError(f"merged_digest is {metadata.merged_digest!r}, expected a digest or null")
+        if metadata.merged_digest is not None and metadata.mode == "plain":
+            raise ValueError("mode is 'plain', but merged_digest says that it was trained for merged weights")
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         cause = str(error) if type(error) is ValueError else repr(error)
         raise ValueError(
