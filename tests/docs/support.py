@@ -111,7 +111,7 @@ ROWS: dict[str, dict[str, list[str] | str]] = {
     },
     "what the engine cannot do (refused)": {
         "one process": [L + "merge_aware_refusals.py"],
-        "DDP": [P + "train_ddp.py::test_differing_ranks_are_refused_on_all"],
+        "DDP": [P + "train_ddp.py::test_ranks_with_other_configs_are_refused_on_all"],
         "FSDP2": [P + "fsdp2.py::test_refusals"],
         "HSDP": "as FSDP2",
         **dict.fromkeys(("ZeRO-1", "ZeRO-2", "ZeRO-3"), [P + "deepspeed.py::test_refused_configs"]),
