@@ -118,13 +118,16 @@ def _exchange(message: dict, group: dist.ProcessGroup | None, timeout: float) ->
 
 def _what_is_missing(store: dist.Store, keys: list[str], rank: int) -> str:
     """Which other ranks have posted nothing, or why nobody can tell, and what to do."""
+    gone = (
+        "the key-value store no longer answers: rank 0 of the job, which holds it (under torchrun, its launcher), has "
+        "gone. Read its log first."
+    )
+    if not keys:  # it did not even count the round
+        return gone
     try:
         missing = [f"rank {other}" for other, key in enumerate(keys) if other != rank and not store.check([key])]
     except RuntimeError:
-        return (
-            "the key-value store no longer answers: rank 0 of the job, which holds it (under torchrun, its launcher), "
-            "has gone. Read its log first."
-        )
+        return gone
     return (
         f"nothing came from {', '.join(missing) or 'another rank until now'}. That process has died, or is still busy "
         "before this point: read its log; if it was only slow, raise the timeout."
