@@ -26,6 +26,7 @@ from halfbyte.checkpoint.card import model_card
 from halfbyte.checkpoint.output import atomic_folder, only_writer, write_text
 from halfbyte.checkpoint.sidecar import read_record
 from halfbyte.lora import metadata, start_step
+from halfbyte.lora.adapter_files import CARD_NAME
 from halfbyte.lora.names import adapted_layers
 from halfbyte.parallel.agree import together, world_size
 from halfbyte.parallel.deepspeed import read_deepspeed_config, stage_of
@@ -355,7 +356,7 @@ class Trainer(SFTTrainer):
                 self.save_model(str(partial))
                 (partial / "training_args.bin").unlink(missing_ok=True)
                 metadata.write(partial, described)
-                write_text(partial / "README.md", model_card(partial))  # in the place of PEFT's empty form
+                write_text(partial / CARD_NAME, model_card(partial))  # in the place of PEFT's empty form
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """None for the run's folder: TRL's would name no base and no data."""

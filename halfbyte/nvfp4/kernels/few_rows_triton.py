@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.nvfp4.kernels.codec_triton import e4m3_to_float
+from halfbyte.nvfp4.kernels.small_matmul_triton import add_pieces_kernel
 from halfbyte.nvfp4.kernels.words import as_blocks, four_at_a_time
 
 # As bf16 a decoded code is value * 2^-126, as fp16 value * 2^-14. The scale brings back as much as its type holds (448
@@ -30,11 +31,8 @@ MAX_ROWS = 8
 BLOCK_N = 64
 PROGRAMS_PER_MULTIPROCESSOR = 2
 BLOCKS, NUM_WARPS, NUM_STAGES = 8, 4, 3  # blocks of sixteen columns a warp and step
-UNPAIRED = (
-    16,
-    2,
-    2,
-)  # the same where scales are read by the byte: then a thread gets four blocks, and eight do not go round
+# The same where scales are read by the byte: then a thread gets four blocks, and eight do not go round.
+UNPAIRED = 16, 2, 2
 
 
 @triton.jit
@@ -179,31 +177,6 @@ def few_rows_kernel(
         tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=inside_y)
 
 
-@triton.jit
-def add_pieces_kernel(
-    partial_ptr,
-    global_scale_ptr,
-    bias_ptr,
-    out_ptr,
-    size,
-    n,
-    pieces,
-    HAS_BIAS: tl.constexpr,
-    BF16: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """One program: SIZE values of y, flattened."""
-    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    inside = place < size
-    acc = tl.zeros((SIZE,), tl.float32)
-    for piece in range(pieces):
-        acc += tl.load(partial_ptr + piece * size + place, mask=inside, other=0.0)
-    y = acc * (tl.load(global_scale_ptr) * (BF16_REST if BF16 else FP16_REST))
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + place % n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=inside)
-
-
 def num_pieces(programs: int, num_steps: int, device: torch.device) -> int:
     """Into how many pieces K is cut: enough to give each multiprocessor two programs."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -254,9 +227,9 @@ def few_rows_into(
         num_stages=num_stages,
     )
     if pieces > 1:
-        size = m * n
+        size, rest = m * n, (BF16_REST if is_bf16 else FP16_REST).value
         add_pieces_kernel[(triton.cdiv(size, 256),)](
-            target, global_scale, bias_or_any, out, size, n, pieces, HAS_BIAS=bias is not None, BF16=is_bf16, SIZE=256
+            target, global_scale, bias_or_any, out, size, n, pieces, HAS_BIAS=bias is not None, REST=rest, SIZE=256
         )
     return out
 

@@ -19,7 +19,7 @@ from halfbyte.nvfp4.kernels.words import as_blocks
 BLOCK_SIZE = tl.constexpr(16)
 # The decoded code is value * 2^-126; the scale brings 2^118 of that back (448 * 2^118 is finite), the end 2^8.
 SCALE_OFFSET = tl.constexpr(2.0**118)
-REST = tl.constexpr(2.0**8)
+REST = 2.0**8
 MAX_ROWS = 64
 NUM_WARPS = 4
 BLOCK_N = 64
@@ -83,9 +83,18 @@ def small_matmul_kernel(
 
 @triton.jit
 def add_pieces_kernel(
-    partial_ptr, global_scale_ptr, bias_ptr, out_ptr, size, n, pieces, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr
+    partial_ptr,
+    global_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    size,
+    n,
+    pieces,
+    HAS_BIAS: tl.constexpr,
+    REST: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
-    """One program: SIZE values of y, flattened."""
+    """One program: SIZE values of y, flattened; REST is what the sums still lack beside the global scale."""
     place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = place < size
     acc = tl.zeros((SIZE,), tl.float32)
@@ -135,8 +144,9 @@ def small_matmul_into(
         num_stages=NUM_STAGES,
     )
     size = m * n
+    bias_or_any = out if bias is None else bias
     add_pieces_kernel[(triton.cdiv(size, 1024),)](
-        partial, global_scale, out if bias is None else bias, out, size, n, pieces, HAS_BIAS=bias is not None, SIZE=1024
+        partial, global_scale, bias_or_any, out, size, n, pieces, HAS_BIAS=bias is not None, REST=REST, SIZE=1024
     )
     return out
 
