@@ -59,8 +59,9 @@ def test_workers_are_reused() -> None:
     assert [entry[1:] for entry in first] == [("0", "2", 1), ("1", "2", 1)]
 
 
-@pytest.mark.skipif("transformers" in sys.modules, reason="this session has imported it, so workers have it as well")
 def test_no_heavy_import_unless_asked() -> None:
+    if "transformers" in sys.modules:
+        pytest.skip("this session has imported it, so workers have it as well")
     outcomes(2, fails_on, 0, grace=1.0)
     assert run(2, loaded, "transformers") == [False, False]
 

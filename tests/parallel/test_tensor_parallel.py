@@ -59,8 +59,16 @@ def train(model: nn.Module, mesh: Any, parts: list[int], max_norm: float | None 
 
 
 def gradient_error(model: nn.Module, reference: nn.Module) -> float:
-    """Of the first batch's gradients, those of cut factors gathered."""
-    return error(gradients(model), gradients(reference))
+    """Of the first batch's gradients, those of cut factors gathered: the worst tensor's distance, relative to its norm
+    or, if that is larger, to a thousandth of the norm of all.
+
+    Softmax's backward subtracts a mean from terms of the size of v's gradients, and what is left for q and k is small
+    (1.4e-4 of the norm of all, in one case) but carries those terms' rounding.
+    """
+    found, expected = gradients(model), gradients(reference)
+    assert found.keys() == expected.keys()
+    floor = 1e-3 * torch.stack([grad.norm() for grad in expected.values()]).norm()
+    return max(((found[n] - grad).norm() / grad.norm().maximum(floor)).item() for n, grad in expected.items())
 
 
 def biased(model: nn.Module) -> nn.Module:
