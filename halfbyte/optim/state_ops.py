@@ -80,8 +80,11 @@ def _pair_table(signed: bool, device: torch.device) -> Tensor:
 def nearest_code(y: Tensor, name: str, *, signed: bool, out: Tensor | None = None) -> Tensor:
     """Code of each normalized value, unpacked uint8 [n], in `out` if given.
 
-    y  [n] fp32, finite; without a sign bit (>= +0.0) if not signed; for fp8 448 and some roundings at most.
+    y  [n] fp32, finite; without a sign bit (>= +0.0) if not signed; at most 1 for unsigned 4 bits, and for fp8 448
+       and some roundings.
 
+    The unsigned 4-bit map is linear, so its code is 16 y - 0.5 cut to an integer (exact: a power of two, and a
+    difference that has no more bits than y; what is below the first code is cut to 0).
     Rule 1 holds for y of the unsigned 8-bit map: the table has it. |pattern|, as an integer, is `_ordered` of a
     positive number and 2^31 more of a negative one (also of -0.0: |-2^31| wraps to itself). Wrapping and the 2^31
     leave the code, bits 16 to 23 of the sum, alone.
@@ -89,6 +92,9 @@ def nearest_code(y: Tensor, name: str, *, signed: bool, out: Tensor | None = Non
     out = torch.empty_like(y, dtype=torch.uint8) if out is None else out
     if name == "fp8":
         out.view(torch.float8_e4m3fn).copy_(y)
+        return out
+    if name == "4bit" and not signed:
+        out.view(torch.int8).copy_(torch.add(scalar(-0.5, torch.float32), y, alpha=16))  # to uint8 takes twice as long
         return out
     pattern = y.view(torch.int32)
     upper = pattern >> scalar(16, torch.int32)

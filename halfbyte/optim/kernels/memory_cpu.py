@@ -1,4 +1,4 @@
-"""Memory by address, for the numba kernels: arrays that numba does not own, pointers, and fetching ahead.
+"""Memory by address, for the numba kernels: arrays that numba does not own, and pointers.
 
 The kernels are compiled without numba's reference counts (`_nrt` in codec_cpu_cast): a count is an atomic operation,
 which waits for all that is under way, and a slice of an array would take two. So a kernel may slice arrays but neither
@@ -7,7 +7,6 @@ make nor return them; these here are views of memory that others keep alive.
 
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.np import arrayobj
 
@@ -46,18 +45,3 @@ def pointer(typing_context: Any, address: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.int64), codegen
-
-
-@intrinsic
-def prefetch(typing_context: Any, address: Any) -> Any:
-    """Fetch the cache line at an int64 address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        name, kind = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        read, keep, data = (ir.Constant(flag, n) for n in (0, 3, 1))
-        builder.call(function, [builder.inttoptr(args[0], byte), read, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen

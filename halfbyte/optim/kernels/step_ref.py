@@ -7,7 +7,7 @@ parameter; scratch kept from chunk to chunk (`out=` measured no faster: the allo
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from halfbyte.optim.rounding import Counter, random_bits, round_stochastic
 from halfbyte.optim.state_ops import block_amax, dequantize, quantize, quantize_finite_, scalar
 
 CHUNK = 32768
+AHEAD = 64
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 State = dict[str, Tensor]
@@ -58,22 +59,40 @@ def _step_tensor(
     grad_scale: float | None,
 ) -> None:
     """One flat parameter, chunk by chunk; a chunk is whole blocks and an even number of values."""
-    num_steps = int(state["step"].item())
+    num_steps, quantized = int(state["step"].item()), "exp_avg_scale" in state
     chunk = fmt.block_size * max(2, CHUNK // fmt.block_size // 2 * 2)
-    for start in range(0, param.numel(), chunk):
-        end = min(start + chunk, param.numel())
-        grad_chunk = grad[start:end].to(torch.float32)
+    for start, (param_chunk, grad_chunk, *stored) in _chunks(param, grad, state, fmt, chunk):
+        grad_chunk = grad_chunk.to(torch.float32)
         if grad_scale is not None:
             grad_chunk = grad_chunk / grad_scale
-        moments = _read(state, fmt, start, end)
-        param_chunk = param[start:end]
+        moments = _read(stored, fmt, param_chunk.numel(), quantized)
         wide = param_chunk.to(torch.float64 if param.dtype == torch.float64 else torch.float32)
         moments = adam_update_(wide, grad_chunk, moments, hyper, num_steps)
         if counter is not None:
+            end = start + wide.numel()
             wide = round_stochastic(wide, random_bits(counter, num_steps, start, end, param.device))
         if wide is not param_chunk:
             param_chunk.copy_(wide)
-        _write(state, fmt, start, end, moments)
+        _write(stored, fmt, moments, quantized)
+
+
+def _chunks(
+    param: Tensor, grad: Tensor, state: State, fmt: StateFormat, chunk: int
+) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """First value, then views of parameter, gradient and what is stored of each moment: `(codes, scale)`s or values.
+
+    Cut AHEAD chunks at a time: `split` makes a view in a fifth of the time of a slice, and there are seven a chunk.
+    """
+    whole: list[tuple[Tensor, int]] = [(param, chunk), (grad, chunk)]
+    for name in MOMENTS:
+        if name + "_scale" in state:
+            whole += [(state[name], chunk * fmt.bits // 8), (state[name + "_scale"], chunk // fmt.block_size)]
+        elif name in state:
+            whole.append((state[name].view(-1), chunk))
+    for first in range(0, -(-param.numel() // chunk), AHEAD):
+        views = [tensor[first * size : (first + AHEAD) * size].split(size) for tensor, size in whole]
+        for i, chunks in enumerate(zip(*views, strict=True), first):
+            yield i * chunk, chunks
 
 
 def adam_update_(param: Tensor, grad: Tensor, moments: list[Tensor], hyper: Hyper, num_steps: int) -> list[Tensor]:
@@ -98,41 +117,26 @@ def adam_update_(param: Tensor, grad: Tensor, moments: list[Tensor], hyper: Hype
     return new
 
 
-def _code_range(fmt: StateFormat, start: int, end: int) -> slice:
-    return slice(start, end) if fmt.bits == 8 else slice(start // 2, -(-end // 2))
+def _read(stored: Sequence[Tensor], fmt: StateFormat, numel: int, quantized: bool) -> list[Tensor]:
+    """The moments in fp32: exp_avg, exp_avg_sq[, max_exp_avg_sq]."""
+    if not quantized:
+        return [values.clone() for values in stored]
+    pairs = zip(stored[::2], stored[1::2], strict=True)
+    return [dequantize(codes, scale, fmt, numel, signed=i == 0) for i, (codes, scale) in enumerate(pairs)]
 
 
-def _block_range(fmt: StateFormat, start: int, end: int) -> slice:
-    return slice(start // fmt.block_size, -(-end // fmt.block_size))
-
-
-def _read(state: State, fmt: StateFormat, start: int, end: int) -> list[Tensor]:
-    """The moments of values start..end in fp32: exp_avg, exp_avg_sq[, max_exp_avg_sq]."""
-    names = [name for name in MOMENTS if name in state]
-    if "exp_avg_scale" not in state:
-        return [state[name].view(-1)[start:end].clone() for name in names]
-    codes, blocks = _code_range(fmt, start, end), _block_range(fmt, start, end)
-    return [
-        dequantize(state[name][codes], state[name + "_scale"][blocks], fmt, end - start, signed=name == "exp_avg")
-        for name in names
-    ]
-
-
-def _write(state: State, fmt: StateFormat, start: int, end: int, moments: list[Tensor]) -> None:
-    """Store the moments of values start..end."""
-    names = MOMENTS[: len(moments)]
-    if "exp_avg_scale" not in state:
-        for name, moment in zip(names, moments, strict=True):
-            state[name].view(-1)[start:end] = moment
+def _write(stored: Sequence[Tensor], fmt: StateFormat, moments: list[Tensor], quantized: bool) -> None:
+    """Store the moments, which are overwritten."""
+    if not quantized:
+        for values, moment in zip(stored, moments, strict=True):
+            values.copy_(moment)
         return
     amaxes = [block_amax(moment, fmt.block_size, signed=i == 0) for i, moment in enumerate(moments)]
     largest = [amax.amax().item() for amax in amaxes]
     bad = None if all(map(math.isfinite, largest)) else ~torch.stack([moment.isfinite() for moment in moments]).all(0)
-    codes, blocks = _code_range(fmt, start, end), _block_range(fmt, start, end)
-    for name, moment, amax, top in zip(names, moments, amaxes, largest, strict=True):
-        new_codes, new_scale = state[name][codes], state[name + "_scale"][blocks]
-        signed = name == "exp_avg"
+    for i, (moment, amax, top) in enumerate(zip(moments, amaxes, largest, strict=True)):
+        codes, scale = stored[2 * i : 2 * i + 2]
         if bad is None:
-            quantize_finite_(moment, amax, fmt, new_codes, new_scale, signed=signed, largest=top)
+            quantize_finite_(moment, amax, fmt, codes, scale, signed=i == 0, largest=top)
         else:
-            new_codes[:], new_scale[:] = quantize(moment, fmt, signed=signed, bad=bad)
+            codes[:], scale[:] = quantize(moment, fmt, signed=i == 0, bad=bad)
