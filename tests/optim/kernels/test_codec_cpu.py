@@ -1,5 +1,7 @@
 """The numba codecs against torch's casts and `state_ops`: bit for bit, over whole code ranges and hard blocks."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -50,9 +52,16 @@ def _decode(decode, codes, scales, block_size, x):
     decode(codes, scales, block_size, x)
 
 
-def coder(codec, fmt: StateFormat, signed: bool):
-    """`codec_cpu.encode` or `.decode` for one format."""
-    fmt_code = FORMAT_CODE[fmt.name]
+@functools.cache
+def of_form(form, direction: str, name: str, signed: bool):
+    """`encoder` or `decoder` of one of FORMS; compiled once."""
+    return getattr(form, direction)(name, signed)
+
+
+@functools.cache
+def coder(codec, name: str, signed: bool):
+    """`codec_cpu.encode` or `.decode` for one format; compiled once."""
+    fmt_code = FORMAT_CODE[name]
 
     @njit
     def code(source, scales, block_size, target):
@@ -73,7 +82,7 @@ def _unpack(packed, codes):
 
 def quantize(x: Tensor, fmt: StateFormat, signed: bool, form=None) -> tuple[Tensor, Tensor]:
     """By one of FORMS, or by the one that codec_cpu chooses."""
-    encode = coder(codec_cpu.encode, fmt, signed) if form is None else form.encoder(fmt.name, signed)
+    encode = coder(codec_cpu.encode, fmt.name, signed) if form is None else of_form(form, "encoder", fmt.name, signed)
     codes = np.full(x.numel(), 77, np.uint8)
     scales = np.full(fmt.num_blocks(x.numel()), np.nan, np.float32)
     _scales(state_ops.block_amax(x, fmt.block_size).numpy().view(np.uint32), FORMAT_CODE[fmt.name], scales)
@@ -82,7 +91,7 @@ def quantize(x: Tensor, fmt: StateFormat, signed: bool, form=None) -> tuple[Tens
 
 
 def dequantize(codes: Tensor, scales: Tensor, fmt: StateFormat, signed: bool, form=None) -> Tensor:
-    decode = coder(codec_cpu.decode, fmt, signed) if form is None else form.decoder(fmt.name, signed)
+    decode = coder(codec_cpu.decode, fmt.name, signed) if form is None else of_form(form, "decoder", fmt.name, signed)
     values = np.full(codes.numel(), np.nan, np.float32)
     _decode(decode, codes.numpy(), scales.numpy(), fmt.block_size, values)
     return torch.from_numpy(values)
