@@ -78,8 +78,7 @@ def _run(
     ],
 )
 def test_dtypes(name: str, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    numels = NUMELS if dtype == torch.float32 or DEVICE == "cuda" else [1, 17, 0, 1500]  # the interpreter is slow
-    _run(FORMATS[name], numels=numels, dtype=dtype, grad_dtype=grad_dtype, steps=2)
+    _run(FORMATS[name], dtype=dtype, grad_dtype=grad_dtype, steps=2)
 
 
 @pytest.mark.parametrize("name", FORMATS)
