@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import halfbyte.optim
+from halfbyte.lora.merge_aware import merge_aware_layers
 from halfbyte.nvfp4.convert import nvfp4_modules
 from halfbyte.nvfp4.digest import weight_digest
 from halfbyte.parallel.deepspeed import prepare_for_deepspeed
@@ -32,7 +33,7 @@ from halfbyte.parallel.mesh import data_mesh
 from tests.dist import run
 from tests.parallel import zero
 from tests.parallel.models import trainable
-from tests.parallel.training import STEPS, Case, forward_backward, make
+from tests.parallel.training import STEPS, Case, error, forward_backward, make
 
 pytestmark = pytest.mark.timeout(1200)  # the first test waits for a compiler
 TIMEOUT = 120  # a worker's first call imports deepspeed
@@ -147,6 +148,17 @@ def moved_otherwise(found: dict[str, Tensor], expected: dict[str, Tensor]) -> fl
     return torch.cat(off).float().mean().item()
 
 
+def flipped_codes(mode: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Share of the merged weight's bytes in which two adapters differ."""
+    merged = []
+    for adapter in (found, expected):
+        model = make(Case(mode=mode))
+        model.load_state_dict(adapter, strict=False)
+        merged.append([layer.merged_weight().qdata for layer in merge_aware_layers(model).values()])
+    pairs = list(zip(*merged, strict=True))
+    return sum((a != b).sum().item() for a, b in pairs) / max(1, sum(a.numel() for a, _ in pairs))
+
+
 CELLS: list[Any] = [
     pytest.param(engine, mode, marks=[] if (engine, mode) in QUICK else [pytest.mark.slow])
     for engine in ENGINES
@@ -161,5 +173,8 @@ def test_equals_one_process(engine: str, mode: str, one_thread: None) -> None:
             expected = one_process(mode, name, ENGINES[engine], trained.adapters)
             assert trained.base_is_intact
             assert trained.losses == pytest.approx(expected.losses, rel=1e-6)
-            moved = [moved_otherwise(*pair) for pair in zip(trained.adapters, expected.adapters, strict=True)]
+            pairs = list(zip(trained.adapters, expected.adapters, strict=True))
+            assert max(error(*pair) for pair in pairs) < (1e-5 if name == "AdamW" else 1e-3)
+            moved = [moved_otherwise(*pair) for pair in pairs]
             assert max(moved) <= (0 if name == "AdamW" else 1e-3), (name, moved)
+            assert flipped_codes(mode, *pairs[-1]) < 1e-3

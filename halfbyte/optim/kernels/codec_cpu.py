@@ -1,8 +1,8 @@
 """Codes computed from values, and back: the numba form of `state_ops.quantize` and `dequantize`.
 
 fp8 is the cast of codec_cpu_cast. The 8-bit and 4-bit maps have two forms with the same results: groups of 64 values in
-AVX-512 VBMI (codec_cpu_vector), where the CPU has it, and plain loops (codec_cpu_portable). There fp8 is decoded by a
-table, too, in half the time of the cast.
+AVX-512 VBMI (codec_cpu_vector), where the CPU has it, and plain loops (codec_cpu_portable). With VBMI fp8 is decoded by
+a table, too, in half the time of the cast.
 
 Every function takes a tile, a few blocks with their scales, and loops over blocks within. Arrays named x, codes and
 scales are [n] fp32, [n] uint8 (one code a byte) and [ceil(n / block_size)] fp32.
